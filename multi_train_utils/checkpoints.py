@@ -1,0 +1,241 @@
+"""Weights and checkpoints: read with suspicion, written whole or not at all."""
+
+import argparse
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from .failures import unfinished_files
+
+
+def read_torch_file(path):
+    """What ``torch.save`` wrote to ``path``, on the CPU; nothing inside the file is executed.
+
+    Raises ``FileNotFoundError`` and ``ValueError``, both naming the file.
+    """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        # Many training scripts put their options beside the weights: plain data, no code.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
+    except MemoryError as error:
+        raise ValueError(f"{path}: the file asks for more memory than there is") from error
+    except Exception as error:  # damaged files raise a dozen different types
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        if "Unsupported" in str(error) or "GLOBAL" in str(error):
+            text = ("holds Python objects other than tensors and plain data, which could run code "
+                    "when loaded. Save its state dict alone: torch.save(model.state_dict(), path)")
+        else:
+            text = "is damaged or no file of torch.save"
+        raise ValueError(f"{path}: {text} ({type(error).__name__}: {reason[0][:200]})") from error
+
+
+def read_weights(path):
+    """The state dict in a weight file: {name: tensor}.
+
+    Plain, or under "state_dict" or "model", with or without "module." before the names (as saved
+    from a wrapped multi-GPU model). Raises ``ValueError`` naming the file.
+    """
+    content = read_torch_file(path)
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, not a state dict")
+    return {str(name).removeprefix("module."): value for name, value in content.items()
+            if isinstance(value, torch.Tensor)}
+
+
+def load_weights(model, path):
+    """Load what fits from a weight file into ``model``; returns lines that say what did.
+
+    Entries of another shape stay as they are in the model and are listed with both shapes: a
+    head of 1000 classes on 5 is normal. Raises ``ValueError`` where nothing fits.
+    """
+    given, own = read_weights(path), model.state_dict()
+    fits = {name: value for name, value in given.items()
+            if name in own and value.shape == own[name].shape}
+    others = [f"    not loaded: {name} is {tuple(given[name].shape)} in the file, "
+              f"{tuple(own[name].shape)} in the model"
+              for name in own if name in given and name not in fits]
+    # A few names in common (conv1, fc) do not make it a file of this network.
+    if len(fits) < len(own) / 2:
+        raise ValueError(f"{path}: only {len(fits)} of the model's {len(own)} tensors are in it "
+                         f"with the right shape ({len(given)} in the file): these are the weights "
+                         "of another network. Choose its --model, or another file.")
+    with torch.no_grad():
+        for name, value in fits.items():
+            own[name].copy_(value)
+    missing = [name for name in own if name not in given]
+    if missing:
+        others.append(f"    not in the file: {', '.join(missing[:5])}"
+                      + (f" and {len(missing) - 5} more" if len(missing) > 5 else ""))
+    return [f"{path}: {len(fits)} of {len(own)} tensors loaded", *others]
+
+
+def share_initial_weights(model, device, control):
+    """Give every rank rank 0's initial weights, by a file in a private temporary folder.
+
+    A rank that cannot see the file, on another node, gets the values from
+    DistributedDataParallel's constructor. Rank 0 removes the file as soon as all have read it.
+    """
+    folder = None
+    try:
+        if control.rank == 0:
+            folder = tempfile.mkdtemp(prefix="initial_weights_")
+            torch.save(model.state_dict(), os.path.join(folder, "initial_weights.pt"))
+        path = os.path.join(control.first(folder), "initial_weights.pt")
+        if control.rank > 0 and os.path.isfile(path):
+            model.load_state_dict(torch.load(path, map_location=device, weights_only=True))
+        control.gather(None)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_same_weights(model, control):
+    """Raise ``RuntimeError`` where a rank's weights differ from rank 0's in any bit."""
+    prints = control.gather(fingerprint(model.state_dict()))
+    different = [rank for rank, value in enumerate(prints) if value != prints[0]]
+    if different:
+        raise RuntimeError(f"rank {', '.join(map(str, different))} would start from other weights "
+                           "than rank 0")
+
+
+def fingerprint(state):
+    """A few integers that tell two state dicts apart; computed where the tensors are."""
+    sums = []
+    for value in state.values():
+        if value.numel():
+            bits = value.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+            place = torch.arange(1, len(bits) + 1, device=bits.device) % 65521
+            sums.append((bits * place).sum())
+    return torch.stack(sums).cpu().tolist() if sums else []
+
+
+@contextlib.contextmanager
+def written_whole(path):
+    """A temporary path beside ``path``; renamed to it at the end, removed after any failure.
+
+    ``OSError`` (full disk, read-only folder, file-size limit) names the path; the older file stays
+    as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished_files.add(temporary)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        # torch reports a failed write as RuntimeError, without the system's reason.
+        raise write_error(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        unfinished_files.discard(temporary)
+
+
+def write_error(path, error):
+    """A failed write as an ``OSError`` that says which file, why, and what to do."""
+    reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(path.parent).free < 2**20:
+            reason = "no space left on the device"
+    return OSError(f"cannot write {path}: {reason}. The older file, if any, is as it was; free "
+                   "space there or choose another --output-dir")
+
+
+def save(content, path):
+    """``torch.save`` that leaves a whole file or none."""
+    with written_whole(path) as temporary:
+        torch.save(content, temporary)
+
+
+def link_or_copy(source, target):
+    """Make ``target`` the same file as ``source``: a hard link, a copy where links are not had."""
+    with written_whole(target) as temporary:
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+
+
+def snapshot(value):
+    """A deep copy on the CPU of nested dicts and lists of tensors; safe to write later."""
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [snapshot(item) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_cuda:
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        return host.copy_(value, non_blocking=True)
+    return value.detach().clone()
+
+
+class Saver:
+    """Writes an epoch's files beside the next epoch, from a copy."""
+
+    def __init__(self, folder, keep=None):
+        self.folder, self.keep = Path(folder), keep
+        self.thread, self.error = None, None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(self.folder, error) from error
+        for stale in self.folder.glob(".*.tmp"):  # of a run that was killed while it wrote
+            stale.unlink()
+
+    def save_epoch(self, epoch, checkpoint, best):
+        """Write model-{epoch}.pth, best.pth if ``best``, checkpoint.pth; raises earlier failures.
+
+        ``checkpoint`` is a snapshot(); its "model" entry is the plain state dict.
+        """
+        self.wait()
+        self.thread = threading.Thread(target=self._write, args=(epoch, checkpoint, best))
+        self.thread.start()
+
+    def _write(self, epoch, checkpoint, best):
+        try:
+            weights = self.folder / f"model-{epoch}.pth"
+            save(checkpoint["model"], weights)
+            if best:
+                link_or_copy(weights, self.folder / "best.pth")
+            save(checkpoint, self.folder / "checkpoint.pth")
+            if self.keep is not None:
+                self._remove_older(epoch)
+        except Exception as error:  # handed to the training thread, which ends the run
+            self.error = error
+
+    def _remove_older(self, epoch):
+        kept = range(epoch - max(self.keep, 0) + 1, epoch + 1)
+        for path in self.folder.glob("model-*.pth"):
+            number = path.stem.removeprefix("model-")
+            if number.isdecimal() and int(number) <= epoch and int(number) not in kept:
+                path.unlink()
+
+    def save_now(self, checkpoint):
+        """Write checkpoint.pth alone, before returning: a run stopped in the middle of an epoch."""
+        self.wait()
+        save(checkpoint, self.folder / "checkpoint.pth")
+
+    def wait(self):
+        """Until all is written; raises what went wrong there."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error

@@ -1,0 +1,200 @@
+"""The whole set as uint8 in GPU memory: each image is decoded once, cropped where it lies.
+
+Each rank decodes its share of the training images with a pool of threads (Pillow releases the
+interpreter's lock while it decodes) and sends it to the others; validation images are prepared by
+Pillow exactly as on the streaming way, each rank its own share.
+"""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch.utils.data import BatchSampler
+from tqdm import tqdm
+
+from my_dataset import ImageError, open_image
+
+from .augmentation import Normalizer, crop_batch, draw_crop, to_tensor, validation_image
+from .data_pipeline import EpochSampler, ShareSampler, allowed_cpus, is_terminal
+
+MEMORY_SHARE = 0.5  # of the free GPU memory that the decoded set may take; the rest is the model's
+EVAL_BATCH = 256  # validation needs no gradients: large batches keep the GPU busy
+
+
+def stored_size(size, image_size):
+    """(width, height) at which an image of ``size`` is kept: the short side at most 1.5 crops.
+
+    At 224 px that is 336. A crop of less than 2/3 of a larger image's side then sees less detail
+    than the file holds; a crop of more is no coarser than the network's input.
+    """
+    width, height = size
+    factor = min(1.0, math.ceil(1.5 * image_size) / min(width, height))
+    return max(1, round(width * factor)), max(1, round(height * factor))
+
+
+def needed_bytes(train, val, args):
+    """Bytes of GPU memory that the decoded set takes, from the headers alone; None if unknown."""
+    if not train.sizes:
+        return None
+    pixels = sum(math.prod(stored_size(size, args.image_size)) for size in train.sizes)
+    return 3 * (pixels + -(-len(val) // args.world_size) * args.image_size ** 2)
+
+
+def fits(train, val, args, device, control):
+    """Whether the decoded set goes into GPU memory on every rank; rank 0 says what was chosen.
+
+    Raises ``ValueError`` where ``--data-cache device`` insists and it does not.
+    """
+    if args.data_cache == "off" or device.type == "cpu" and args.data_cache == "auto":
+        return False
+    if device.type == "cpu":
+        raise ValueError("--data-cache device keeps the images in GPU memory, and --device cpu "
+                         "has none: use --data-cache auto or off")
+    need, free = needed_bytes(train, val, args), torch.cuda.mem_get_info(device)[0]
+    too_large = need is None or need > MEMORY_SHARE * free
+    too_large = bool(control.largest(int(too_large))[0])
+    size = "too many files to know the size" if need is None else f"{need / 2**30:.2f} GiB"
+    text = (f"decoded images: {size}; free GPU memory: {free / 2**30:.1f} GiB, of which "
+            f"{MEMORY_SHARE:.0%} may be used")
+    if too_large and args.data_cache == "device":
+        raise ValueError(f"--data-cache device: the set does not fit ({text}). Use --data-cache "
+                         "auto, which streams the images instead.")
+    if args.rank == 0:
+        print(f"Data: {'streamed from disk' if too_large else 'kept on the GPU'} ({text})")
+    return not too_large
+
+
+def decode_all(function, indices, args, text):
+    """``function(index)`` for all ``indices`` in a pool of threads, as an iterator in order."""
+    threads = max(2, allowed_cpus() // args.local_world_size)
+    with ThreadPoolExecutor(threads) as pool:
+        results = pool.map(function, indices)
+        yield from tqdm(results, total=len(indices), desc=text, leave=False,
+                        disable=args.rank > 0 or not is_terminal())
+
+
+class DeviceData:
+    """Training images in one flat buffer on the device, validation images ready to use there.
+
+    A training batch is (table, labels): where each image lies and which part of it to cut, see
+    crop_batch. Nothing but these few numbers crosses the bus.
+    """
+
+    def __init__(self, args, train, val, device):
+        self.args, self.device, self.train = args, device, train
+        self.normalize = Normalizer(device)
+        self.sampler = EpochSampler(train, args.world_size, args.rank, args.seed)
+        self.stored = [stored_size(size, args.image_size) for size in train.sizes]
+        self._load_training_images()
+        self._load_validation_images(val)
+        # A box reaches at most 4/3 of the other side, so a panorama costs no more than a square.
+        bounds = [(min(h, w * 4 / 3), min(w, h * 4 / 3)) for w, h in self.stored]
+        self.window = tuple(math.ceil(max(side)) + 2 for side in zip(*bounds, strict=True))
+
+    def _load_training_images(self):
+        """Fill the flat buffer: rank after rank, each rank's share in a row."""
+        ranks = range(self.args.world_size)
+        order = [i for rank in ranks for i in range(rank, len(self.train), len(ranks))]
+        ends = list(accumulate((math.prod(self.stored[i]) for i in order), initial=0))
+        self.first_pixel = dict(zip(order, ends[:-1], strict=True))
+        self.pixels = torch.empty(ends[-1], 3, dtype=torch.uint8, device=self.device)
+        mine = range(self.args.rank, len(self.train), len(ranks))
+        parts = list(decode_all(self._stored_image, mine, self.args, "decoding images"))
+        if parts:
+            begin = self.first_pixel[mine[0]]
+            share = torch.cat(parts)
+            self.pixels[begin:begin + len(share)].copy_(share)
+        for rank in ranks if len(ranks) > 1 else ():
+            share = range(rank, len(self.train), len(ranks))
+            if share:
+                last = share[-1]
+                end = self.first_pixel[last] + math.prod(self.stored[last])
+                dist.broadcast(self.pixels[self.first_pixel[share[0]]:end], src=rank)
+
+    def _stored_image(self, index):
+        """Pixels (P x 3 uint8) of a training image at the size at which it is kept."""
+        path, size = self.train.paths[index], self.stored[index]
+        image = open_image(path, at_least=size)
+        if size == self.train.sizes[index] and image.size != size:
+            raise ImageError(path, f"the header says {size}, the picture is {image.size}")
+        if image.size != size:
+            # Antialiased: every source pixel counts, so no detail turns into a false pattern.
+            image = image.resize(size, Image.Resampling.BILINEAR)
+        return to_tensor(image).view(-1, 3)
+
+    def _load_validation_images(self, val):
+        size, share = self.args.image_size, ShareSampler(val, self.args.world_size, self.args.rank)
+
+        def ready(index):
+            return to_tensor(validation_image(open_image(val.paths[index]), size))
+
+        images = list(decode_all(ready, share.indices, self.args, "decoding validation images"))
+        self.val_images = (torch.stack(images) if images else
+                           torch.empty(0, size, size, 3, dtype=torch.uint8)).to(self.device)
+        labels = [val.labels[i] for i in share]
+        self.val_labels = torch.tensor(labels, dtype=torch.int64, device=self.device)
+
+    def train_batches(self, epoch, start=0):
+        """Batches (table, labels) of this process from the ``start``-th image of an epoch on."""
+        self.sampler.set_epoch(epoch, start)
+        batches = BatchSampler(self.sampler, self.args.batch_size, drop_last=True)
+        return MappedBatches(batches, self._batch)
+
+    def _batch(self, keys):
+        rows = []
+        for epoch, index in keys:
+            width, height = self.train.sizes[index]
+            stored = self.stored[index]
+            crop = draw_crop(self.args.seed, epoch, index, width, height)
+            crop = crop.scaled(stored[0] / width, stored[1] / height)
+            rows.append((self.first_pixel[index], stored[0], *crop))
+        labels = [self.train.labels[index] for _, index in keys]
+        return [t.pin_memory().to(self.device, non_blocking=True)
+                for t in (torch.tensor(rows, dtype=torch.float64), torch.tensor(labels))]
+
+    def close(self):
+        """Nothing to end: the threads ended with the decoding."""
+
+    def example(self):
+        """A batch to warm up with: real images, the first of the list."""
+        return self._batch([(0, i % len(self.train)) for i in range(self.args.batch_size)])
+
+    def prepare(self, table, labels):
+        """The network's input for a batch: crop, resize, mirror and normalise on the device."""
+        images = crop_batch(self.pixels, table, self.window, self.args.image_size)
+        return self.normalize(images), labels
+
+    def val_batches(self):
+        """Batches (images, labels) of this process's share, all of one size.
+
+        The last is padded with images of label -1: one shape, so one choice of kernels.
+        """
+        size = min(EVAL_BATCH, max(1, len(self.val_labels)))
+        for begin in range(0, len(self.val_labels), size):
+            images = self.val_images[begin:begin + size]
+            labels = self.val_labels[begin:begin + size]
+            missing = size - len(labels)
+            if missing:
+                images = torch.cat([images, self.val_images[:missing]])
+                labels = torch.cat([labels, labels.new_full((missing,), -1)])
+            yield images, labels
+
+    def prepare_validation(self, images, labels):
+        """The network's input for a validation batch."""
+        return self.normalize(images), labels
+
+
+class MappedBatches:
+    """The batches of a batch sampler, each made by ``function`` from its keys."""
+
+    def __init__(self, sampler, function):
+        self.sampler, self.function = sampler, function
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def __iter__(self):
+        return map(self.function, self.sampler)

@@ -1,0 +1,332 @@
+"""How a run ends when it does not end well: one message, no process left behind.
+
+Every process of a run calls ``run(main, args)``. The first rank that fails prints its cause, once;
+the others, whose collectives break because of it, leave without a word. Signals, a launcher that
+died and a peer that stays silent end here too.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from .distributed_utils import wait_for_all
+
+DEADLINE = 10.0  # seconds between a signal and the end, saved or not
+PROJECT = Path(__file__).resolve().parents[1]
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1")
+                     if hasattr(signal, name))
+
+# Files to remove should the process have to leave in the middle of writing them.
+unfinished_files = set()
+
+
+class Interrupted(Exception):
+    """A signal stopped the run in good order; ``message`` (rank 0's, may be None) says what now."""
+
+    def __init__(self, signum, message=None):
+        super().__init__(signum, message)
+        self.signum, self.message = signum, message
+
+
+class PeerFailed(Exception):
+    """Another rank has failed and says why; this one only leaves."""
+
+
+def run(main, args):
+    """Call ``main(args)``; on failure print the cause once and end with the right exit status.
+
+    0 done, 1 failed, 130 / 143 stopped by a signal. Never returns after a failure: the process
+    leaves without waiting for collectives that no peer will join.
+    """
+    watch_parent()
+    try:
+        main(args)
+    except Interrupted as stop:
+        if stop.message:
+            print(stop.message, flush=True)
+        leave(128 + stop.signum)
+    except KeyboardInterrupt:
+        leave(128 + signal.SIGINT)
+    except SystemExit as stop:
+        leave(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+    except BaseException as error:
+        report(error, args)
+        leave(1)
+
+
+def report(error, args):
+    """Print why this rank failed, unless another rank's failure is the reason."""
+    store, world_size = getattr(args, "store", None), getattr(args, "world_size", 1)
+    if store is None:
+        # No group yet: ranks of a machine fail alike, so one of them speaks.
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+            speak(error, args)
+        else:
+            time.sleep(2)
+        return
+    lost = isinstance(error, PeerFailed) or is_lost_peer(error)
+    try:
+        if lost and world_size > 1:
+            error = blame(store, args, error)
+        if error is not None and store.compare_set("failure", "", str(args.rank)) == str(
+                args.rank).encode():
+            speak(error, args)
+            return
+    except (dist.DistError, RuntimeError):  # the store went with rank 0
+        if not lost:
+            speak(error, args)
+            return
+    # Let the launcher see the true culprit first: it reports the earliest failure as the cause.
+    time.sleep(2)
+
+
+def speak(error, args):
+    """Print the cause for a person, and record it for torchrun's report."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        get_error_handler().record_exception(error)
+    rank, world_size = getattr(args, "rank", 0), getattr(args, "world_size", 1)
+    where = f" (rank {rank} of {world_size} on {socket.gethostname()})" if world_size > 1 else ""
+    text = "".join(traceback.format_exception(error)) if not raised_here(error) else ""
+    name = "" if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: "
+    text += f"error{where}: {name}{error}"
+    encoding = sys.stderr.encoding or "utf-8"
+    # File names may hold what the terminal's encoding cannot say.
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr, flush=True)
+
+
+def raised_here(error):
+    """True where our own code raised the error: its message says it all, no traceback needed."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return True
+    file = Path(frames[-1][0].f_code.co_filename).resolve()
+    ours = file.is_relative_to(PROJECT) and "site-packages" not in file.parts
+    return ours and isinstance(error, (ValueError, OSError, FloatingPointError))
+
+
+def is_lost_peer(error):
+    """True for the errors by which a collective tells that a peer is gone or silent."""
+    if isinstance(error, dist.DistError):
+        return True
+    signs = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Socket")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def blame(store, args, error):
+    """After a broken collective: None where a rank has said why, else who does not answer."""
+    store.set(f"alive/{args.rank}", "")
+    end = time.monotonic() + 4  # a launcher ends us before that, and reports for itself
+    while time.monotonic() < end:
+        if store.check(["failure"]):
+            return None
+        time.sleep(0.2)
+    silent = [rank for rank in range(args.world_size) if not store.check([f"alive/{rank}"])]
+    if not silent:
+        return error
+    ranks = ", ".join(map(str, silent))
+    return ConnectionError(f"rank {ranks} does not answer: it ended without a word, or stood "
+                           f"still for longer than --timeout {getattr(args, 'timeout', 0):g} s")
+
+
+def leave(status):
+    """End this process now, with its loader workers and without its unfinished files."""
+    for path in list(unfinished_files):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise right here
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def watch_parent():
+    """End this process when the launcher that started it has gone, however it died."""
+    spawned = multiprocessing.parent_process() is not None
+    if not spawned and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        leave(1)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+class SignalWatch:
+    """Turns SIGINT, SIGTERM and SIGUSR1 (SLURM's warning) into a stop in good order.
+
+    While ``deferred`` is False a signal raises Interrupted at once. Once it is True the signal is
+    only noted in ``received``, for the ranks to agree on the step after which they stop. Either
+    way a second signal, or DEADLINE seconds, ends the process at once, even where the main thread
+    waits inside a library: a thread of its own hears the signals.
+    """
+
+    def __init__(self, deferred=False):
+        self.deferred = deferred
+        self.received = 0
+        self._passed_on = False
+
+    def __enter__(self):
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._old_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._old = {s: signal.signal(s, self._handle) for s in STOP_SIGNALS}
+        threading.Thread(target=self._listen, name="watch-signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._old_wakeup)
+        self._writer.close()
+
+    def _handle(self, signum, _frame):
+        first, self.received = not self.received, self.received or signum
+        if first and not self.deferred:
+            raise Interrupted(signum)
+
+    def _listen(self):
+        first = 0.0
+        while True:
+            if first:
+                self._reader.settimeout(max(0.01, first + DEADLINE - time.monotonic()))
+            try:
+                heard = self._reader.recv(1)
+            except TimeoutError:
+                print(f"not stopped within {DEADLINE:g} s of the signal: leaving now",
+                      file=sys.stderr, flush=True)
+                leave(128 + self.received)
+            if not heard:
+                return
+            if heard[0] not in STOP_SIGNALS:
+                continue
+            # Launchers may send the same signal twice in a row: that is one wish, not two.
+            if first and time.monotonic() - first > 0.5:
+                leave(128 + heard[0])
+            first = first or time.monotonic()
+
+
+    def pass_on(self, processes):
+        """Send the signal received, if any, to each of the processes once."""
+        if self.received and not self._passed_on:
+            self._passed_on = True
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, self.received)
+
+
+def end_processes(processes, patience=5.0):
+    """End what is left of the processes; raise SystemExit with the first failure's status.
+
+    Says so where a process was killed and could not speak for itself. Returns where all ended well.
+    """
+    failed = [(rank, process.exitcode) for rank, process in enumerate(processes)
+              if process.exitcode]
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + patience
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    if not failed:
+        return
+    rank, code = failed[0]
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        print(f"error: rank {rank} of {len(processes)} was killed by {name}{hint}",
+              file=sys.stderr, flush=True)
+    raise SystemExit(128 - code if code < 0 else code)
+
+
+def free_port(wanted=None):
+    """The port for rank 0: ``wanted``, else MASTER_PORT, else 12355, or a free one if taken.
+
+    Only a port that nobody chose gives way; another job may still take it before rank 0 listens.
+    """
+    if wanted is not None or "MASTER_PORT" in os.environ:
+        return wanted if wanted is not None else os.environ["MASTER_PORT"]
+    for number in (12355, 0):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", number))
+            return probe.getsockname()[1]
+    raise OSError("no free port for the process group: give one with --master-port")
+
+
+@contextlib.contextmanager
+def signals_held_back():
+    """Processes started inside never receive SIGINT or SIGTERM: only the trainer decides."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+class Control:
+    """What the ranks tell each other on the host, beside the GPUs' collectives.
+
+    A gloo group of its own: a dead peer breaks it at once, a silent one after ``args.timeout``
+    seconds, while a GPU collective would stand still.
+    """
+
+    def __init__(self, args):
+        self.rank, self.world_size = args.rank, args.world_size
+        self.store, self.startup_timeout = args.store, args.startup_timeout
+        self.group, self.starting, self.meetings = None, True, 0
+        if args.distributed:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))
+
+    def largest(self, *values):
+        """The largest of each of the ints over all ranks, as a tuple."""
+        if self.world_size < 2:
+            return values
+        self._meet()
+        tensor = torch.tensor(values)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tuple(tensor.tolist())
+
+    def gather(self, value):
+        """List of every rank's ``value`` (picklable), in order of rank, on all ranks."""
+        if self.world_size < 2:
+            return [value]
+        self._meet()
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def first(self, value):
+        """Rank 0's ``value`` (picklable), on all ranks."""
+        if self.world_size < 2:
+            return value
+        self._meet()
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def _meet(self):
+        """Until training runs, ranks may take long to come: wait for them with the long limit."""
+        if self.starting:
+            self.meetings += 1
+            wait_for_all(self.store, f"start-up point {self.meetings}", self.rank,
+                         self.world_size, self.startup_timeout)

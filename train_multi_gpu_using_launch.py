@@ -1,0 +1,21 @@
+"""Train an image classifier on all GPUs of one box or of several, started by a launcher.
+
+    torchrun --standalone --nproc_per_node=2 train_multi_gpu_using_launch.py
+    srun --ntasks=2 python train_multi_gpu_using_launch.py
+"""
+
+from multi_train_utils.distributed_utils import cleanup, init_distributed_mode
+from multi_train_utils.failures import run
+from multi_train_utils.options import parse_args
+from multi_train_utils.trainer import train
+
+
+def main(args):
+    """Train with ``args`` as parse_args gives them; each process of the launcher calls this."""
+    init_distributed_mode(args)
+    train(args)
+    cleanup()
+
+
+if __name__ == "__main__":
+    run(main, parse_args("launch"))
