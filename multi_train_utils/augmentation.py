@@ -87,8 +87,8 @@ def to_tensor(image):
 class Normalizer:
     """Pixels in 0..255 (B x H x W x 3, uint8 or float) as the network's input.
 
-    Returns float32, B x 3 x H x W, on a GPU in channels_last layout, on the same device; the same values
-    bit for bit as torchvision's ToTensor and Normalize.
+    Returns float32, B x 3 x H x W, on the same device (on a GPU in channels_last layout); the
+    same values bit for bit as torchvision's ToTensor and Normalize.
     """
 
     def __init__(self, device):

@@ -143,40 +143,38 @@ def collate(samples):
 
 
 class Batches:
-    """A DataLoader's batches on the device; raises the ImageError that a worker met."""
+    """``make(item)`` for each item of ``source``: batches on the device.
 
-    def __init__(self, loader, device):
-        self.loader, self.device = loader, device
+    On a GPU the next batch is made on a stream of its own while this one is computed on.
+    """
+
+    def __init__(self, source, make, device):
+        self.source, self.make = source, make
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __len__(self):
-        return len(self.loader)
+        return len(self.source)
 
     def __iter__(self):
         with signals_held_back():
-            batches = iter(self.loader)
-        return map(self.checked, batches) if self.stream is None else self.ahead(batches)
+            items = iter(self.source)
+        return map(self.make, items) if self.stream is None else self.ahead(items)
 
-    def checked(self, batch):
-        if isinstance(batch, ImageError):
-            raise ImageError(batch.path, batch.reason)
-        return batch
-
-    def ahead(self, batches):
-        """Copy the next batch on a stream of its own while the GPU computes on this one."""
-        ready = self.copied(next(batches, None))
+    def ahead(self, items):
+        """Yield each batch once the next one is under way."""
+        ready = self.started(next(items, None))
         while ready is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
             for tensor in ready:
                 tensor.record_stream(torch.cuda.current_stream())
-            current, ready = ready, self.copied(next(batches, None))
-            yield current
+            yield ready
+            ready = self.started(next(items, None))
 
-    def copied(self, batch):
-        if batch is None:
+    def started(self, item):
+        if item is None:
             return None
         with torch.cuda.stream(self.stream):
-            return [t.to(self.device, non_blocking=True) for t in self.checked(batch)]
+            return self.make(item)
 
 
 class StreamingData:
@@ -191,10 +189,11 @@ class StreamingData:
         common = {"num_workers": workers, "collate_fn": collate,
                   "pin_memory": device.type == "cuda", "persistent_workers": workers > 0}
         self.train_loader = Batches(DataLoader(self.train_set, batch_sampler=BatchSampler(
-            self.sampler, args.batch_size, drop_last=True), **common), device)
+            self.sampler, args.batch_size, drop_last=True), **common), self.on_device, device)
         self.val_loader = Batches(DataLoader(
             val_set, batch_size=args.batch_size,
-            sampler=ShareSampler(val_set, args.world_size, args.rank), **common), device)
+            sampler=ShareSampler(val_set, args.world_size, args.rank), **common),
+            self.on_device, device)
 
     def train_batches(self, epoch, start=0):
         """Batches (images, labels) of this process from the ``start``-th image of an epoch on."""
@@ -213,7 +212,13 @@ class StreamingData:
         """A batch to warm up with: real images, the first of the list."""
         keys = [(0, i % len(self.train_set)) for i in range(self.args.batch_size)]
         batch = collate([self.train_set[key] for key in keys])
-        return [t.to(self.device) for t in self.train_loader.checked(batch)]
+        return self.on_device(batch)
+
+    def on_device(self, batch):
+        """The batch on the device; raises the ImageError that a worker met."""
+        if isinstance(batch, ImageError):
+            raise ImageError(batch.path, batch.reason)
+        return [t.to(self.device, non_blocking=True) for t in batch]
 
     def prepare(self, images, labels):
         """The network's input for a batch, computed on the device."""

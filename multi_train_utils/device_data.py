@@ -18,7 +18,7 @@ from tqdm import tqdm
 from my_dataset import ImageError, open_image
 
 from .augmentation import Normalizer, crop_batch, draw_crop, to_tensor, validation_image
-from .data_pipeline import EpochSampler, ShareSampler, allowed_cpus, is_terminal
+from .data_pipeline import Batches, EpochSampler, ShareSampler, allowed_cpus, is_terminal
 
 MEMORY_SHARE = 0.5  # of the free GPU memory that the decoded set may take; the rest is the model's
 EVAL_BATCH = 256  # validation needs no gradients: large batches keep the GPU busy
@@ -79,8 +79,8 @@ def decode_all(function, indices, args, text):
 class DeviceData:
     """Training images in one flat buffer on the device, validation images ready to use there.
 
-    A training batch is (table, labels): where each image lies and which part of it to cut, see
-    crop_batch. Nothing but these few numbers crosses the bus.
+    Of a training batch only a few numbers cross the bus: where each image lies and which part of
+    it to cut. The crops of the next batch are computed beside the current step.
     """
 
     def __init__(self, args, train, val, device):
@@ -88,11 +88,13 @@ class DeviceData:
         self.normalize = Normalizer(device)
         self.sampler = EpochSampler(train, args.world_size, args.rank, args.seed)
         self.stored = [stored_size(size, args.image_size) for size in train.sizes]
-        self._load_training_images()
-        self._load_validation_images(val)
         # A box reaches at most 4/3 of the other side, so a panorama costs no more than a square.
         bounds = [(min(h, w * 4 / 3), min(w, h * 4 / 3)) for w, h in self.stored]
         self.window = tuple(math.ceil(max(side)) + 2 for side in zip(*bounds, strict=True))
+        self.batches = Batches(BatchSampler(self.sampler, args.batch_size, drop_last=True),
+                               self._batch, device)
+        self._load_training_images()
+        self._load_validation_images(val)
 
     def _load_training_images(self):
         """Fill the flat buffer: rank after rank, each rank's share in a row."""
@@ -102,11 +104,10 @@ class DeviceData:
         self.first_pixel = dict(zip(order, ends[:-1], strict=True))
         self.pixels = torch.empty(ends[-1], 3, dtype=torch.uint8, device=self.device)
         mine = range(self.args.rank, len(self.train), len(ranks))
-        parts = list(decode_all(self._stored_image, mine, self.args, "decoding images"))
-        if parts:
-            begin = self.first_pixel[mine[0]]
-            share = torch.cat(parts)
-            self.pixels[begin:begin + len(share)].copy_(share)
+        for index, image in zip(mine, decode_all(self._stored_image, mine, self.args,
+                                                 "decoding images"), strict=True):
+            begin = self.first_pixel[index]
+            self.pixels[begin:begin + len(image)].copy_(image)
         for rank in ranks if len(ranks) > 1 else ():
             share = range(rank, len(self.train), len(ranks))
             if share:
@@ -138,10 +139,9 @@ class DeviceData:
         self.val_labels = torch.tensor(labels, dtype=torch.int64, device=self.device)
 
     def train_batches(self, epoch, start=0):
-        """Batches (table, labels) of this process from the ``start``-th image of an epoch on."""
+        """Batches (images, labels) of this process from the ``start``-th image of an epoch on."""
         self.sampler.set_epoch(epoch, start)
-        batches = BatchSampler(self.sampler, self.args.batch_size, drop_last=True)
-        return MappedBatches(batches, self._batch)
+        return self.batches
 
     def _batch(self, keys):
         rows = []
@@ -152,8 +152,9 @@ class DeviceData:
             crop = crop.scaled(stored[0] / width, stored[1] / height)
             rows.append((self.first_pixel[index], stored[0], *crop))
         labels = [self.train.labels[index] for _, index in keys]
-        return [t.pin_memory().to(self.device, non_blocking=True)
-                for t in (torch.tensor(rows, dtype=torch.float64), torch.tensor(labels))]
+        table, labels = (t.pin_memory().to(self.device, non_blocking=True)
+                         for t in (torch.tensor(rows, dtype=torch.float64), torch.tensor(labels)))
+        return crop_batch(self.pixels, table, self.window, self.args.image_size), labels
 
     def close(self):
         """Nothing to end: the threads ended with the decoding."""
@@ -162,10 +163,11 @@ class DeviceData:
         """A batch to warm up with: real images, the first of the list."""
         return self._batch([(0, i % len(self.train)) for i in range(self.args.batch_size)])
 
-    def prepare(self, table, labels):
-        """The network's input for a batch: crop, resize, mirror and normalise on the device."""
-        images = crop_batch(self.pixels, table, self.window, self.args.image_size)
+    def prepare(self, images, labels):
+        """The network's input for a batch, computed on the device."""
         return self.normalize(images), labels
+
+    prepare_validation = prepare
 
     def val_batches(self):
         """Batches (images, labels) of this process's share, all of one size.
@@ -181,20 +183,3 @@ class DeviceData:
                 images = torch.cat([images, self.val_images[:missing]])
                 labels = torch.cat([labels, labels.new_full((missing,), -1)])
             yield images, labels
-
-    def prepare_validation(self, images, labels):
-        """The network's input for a validation batch."""
-        return self.normalize(images), labels
-
-
-class MappedBatches:
-    """The batches of a batch sampler, each made by ``function`` from its keys."""
-
-    def __init__(self, sampler, function):
-        self.sampler, self.function = sampler, function
-
-    def __len__(self):
-        return len(self.sampler)
-
-    def __iter__(self):
-        return map(self.function, self.sampler)

@@ -6,6 +6,7 @@ died and a peer that stays silent end here too.
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -51,8 +52,10 @@ def run(main, args):
     leaves without waiting for collectives that no peer will join.
     """
     watch_parent()
+    slow_imports.start()
     try:
         main(args)
+        leave(0)  # nothing is left to do: taking down a CUDA context in good order takes a second
     except Interrupted as stop:
         if stop.message:
             print(stop.message, flush=True)
@@ -64,6 +67,22 @@ def run(main, args):
     except BaseException as error:
         report(error, args)
         leave(1)
+
+
+def import_slow_modules():
+    """Import beside other work what the optimiser and the log will ask for: 3 s on their own."""
+    for name in ("torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure"):
+        with contextlib.suppress(Exception):  # if it is needed and fails, it fails there
+            importlib.import_module(name)
+
+
+slow_imports = threading.Thread(target=import_slow_modules, name="slow-imports", daemon=True)
+
+
+def finish_slow_imports():
+    """Wait until no import is under way: a process forked in the middle of one may hang."""
+    if slow_imports.is_alive():
+        slow_imports.join()
 
 
 def report(error, args):

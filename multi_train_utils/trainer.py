@@ -28,7 +28,7 @@ from .checkpoints import (
     write_error,
 )
 from .data_pipeline import ImageList, StreamingData, allowed_cpus, readable_images
-from .failures import Control, Interrupted, PeerFailed, SignalWatch
+from .failures import Control, Interrupted, PeerFailed, SignalWatch, finish_slow_imports
 from .options import DEFAULT_WEIGHTS
 from .run_log import RunLog
 from .train_eval_utils import EpochMeter, evaluate, train_one_epoch
@@ -55,6 +55,7 @@ def train(args):
                   resume.list_print(train_images))
         if checkpoint is not None:
             run.go_on_from(checkpoint)
+        finish_slow_imports()  # loader workers are forked next: not in the middle of an import
         run.all_epochs()
         data.close()
 
