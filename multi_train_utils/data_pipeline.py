@@ -142,6 +142,20 @@ def collate(samples):
     return torch.stack(images), torch.tensor(labels)
 
 
+def checked(batch):
+    """The batch itself; an ImageError that a worker returned in its place is raised."""
+    if isinstance(batch, ImageError):
+        raise ImageError(batch.path, batch.reason)
+    return batch
+
+
+def send(tensor, device):
+    """The tensor on ``device``, without waiting for a GPU (for that the host's copy is pinned)."""
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class Batches:
     """``make(item)`` for each item of ``source``: batches on the device.
 
@@ -216,9 +230,7 @@ class StreamingData:
 
     def on_device(self, batch):
         """The batch on the device; raises the ImageError that a worker met."""
-        if isinstance(batch, ImageError):
-            raise ImageError(batch.path, batch.reason)
-        return [t.to(self.device, non_blocking=True) for t in batch]
+        return [send(t, self.device) for t in checked(batch)]
 
     def prepare(self, images, labels):
         """The network's input for a batch, computed on the device."""

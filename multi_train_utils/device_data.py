@@ -1,24 +1,33 @@
 """The whole set as uint8 in GPU memory: each image is decoded once, cropped where it lies.
 
-Each rank decodes its share of the training images with a pool of threads (Pillow releases the
-interpreter's lock while it decodes) and sends it to the others; validation images are prepared by
-Pillow exactly as on the streaming way, each rank its own share.
+Each rank decodes its share of the training images and sends it to the others; validation images
+are prepared by Pillow exactly as on the streaming way, each rank its own share.
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 from tqdm import tqdm
 
 from my_dataset import ImageError, open_image
 
-from .augmentation import Normalizer, crop_batch, draw_crop, to_tensor, validation_image
-from .data_pipeline import Batches, EpochSampler, ShareSampler, allowed_cpus, is_terminal
+from .augmentation import Normalizer, crop_batch, draw_crop, to_tensor
+from .data_pipeline import (
+    Batches,
+    EpochSampler,
+    ShareSampler,
+    ValidationImages,
+    checked,
+    choose_workers,
+    collate,
+    is_terminal,
+    send,
+)
+from .failures import finish_slow_imports, signals_held_back
 
 MEMORY_SHARE = 0.5  # of the free GPU memory that the decoded set may take; the rest is the model's
 EVAL_BATCH = 256  # validation needs no gradients: large batches keep the GPU busy
@@ -67,13 +76,50 @@ def fits(train, val, args, device, control):
     return not too_large
 
 
-def decode_all(function, indices, args, text):
-    """``function(index)`` for all ``indices`` in a pool of threads, as an iterator in order."""
-    threads = max(2, allowed_cpus() // args.local_world_size)
-    with ThreadPoolExecutor(threads) as pool:
-        results = pool.map(function, indices)
-        yield from tqdm(results, total=len(indices), desc=text, leave=False,
-                        disable=args.rank > 0 or not is_terminal())
+class StoredImages(Dataset):
+    """index to the pixels (P x 3 uint8) of a training image at the size at which it is kept.
+
+    An ImageError is returned, as in TrainingImages.
+    """
+
+    def __init__(self, images, sizes):
+        self.images, self.sizes = images, sizes
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        path, size = self.images.paths[index], self.sizes[index]
+        try:
+            image = open_image(path, at_least=size)
+        except ImageError as error:
+            return error
+        if size == self.images.sizes[index] and image.size != size:
+            return ImageError(path, f"the header says {size}, the picture is {image.size}")
+        if image.size != size:
+            # Antialiased: every source pixel counts, so no detail turns into a false pattern.
+            image = image.resize(size, Image.Resampling.BILINEAR)
+        return to_tensor(image).view(-1, 3)
+
+
+def first(samples):
+    """The only sample of a batch of one."""
+    return samples[0]
+
+
+def decoded(dataset, args, workers, text, collate_fn, batch_size):
+    """This rank's share of ``dataset``, in order, from loader workers that end afterwards.
+
+    Processes, not threads: between the parts that Pillow does without the interpreter's lock,
+    four threads already wait for each other.
+    """
+    sampler = ShareSampler(dataset, args.world_size, args.rank)
+    with signals_held_back():
+        batches = iter(DataLoader(dataset, batch_size=batch_size, sampler=sampler,
+                                  num_workers=workers, collate_fn=collate_fn))
+    for batch in tqdm(batches, total=-(-len(sampler) // batch_size), desc=text, leave=False,
+                      disable=args.rank > 0 or not is_terminal()):
+        yield checked(batch)
 
 
 class DeviceData:
@@ -93,50 +139,36 @@ class DeviceData:
         self.window = tuple(math.ceil(max(side)) + 2 for side in zip(*bounds, strict=True))
         self.batches = Batches(BatchSampler(self.sampler, args.batch_size, drop_last=True),
                                self._batch, device)
-        self._load_training_images()
-        self._load_validation_images(val)
+        workers = choose_workers(args)
+        finish_slow_imports()  # workers are forked next: not in the middle of an import
+        self._load_training_images(workers)
+        self._load_validation_images(val, workers)
 
-    def _load_training_images(self):
+    def _load_training_images(self, workers):
         """Fill the flat buffer: rank after rank, each rank's share in a row."""
         ranks = range(self.args.world_size)
-        order = [i for rank in ranks for i in range(rank, len(self.train), len(ranks))]
+        shares = [range(rank, len(self.train), len(ranks)) for rank in ranks]
+        order = [index for share in shares for index in share]
         ends = list(accumulate((math.prod(self.stored[i]) for i in order), initial=0))
         self.first_pixel = dict(zip(order, ends[:-1], strict=True))
         self.pixels = torch.empty(ends[-1], 3, dtype=torch.uint8, device=self.device)
-        mine = range(self.args.rank, len(self.train), len(ranks))
-        for index, image in zip(mine, decode_all(self._stored_image, mine, self.args,
-                                                 "decoding images"), strict=True):
-            begin = self.first_pixel[index]
+        images = StoredImages(self.train, self.stored)
+        begin = self.first_pixel[self.args.rank]
+        for image in decoded(images, self.args, workers, "decoding images", first, 1):
             self.pixels[begin:begin + len(image)].copy_(image)
-        for rank in ranks if len(ranks) > 1 else ():
-            share = range(rank, len(self.train), len(ranks))
-            if share:
-                last = share[-1]
-                end = self.first_pixel[last] + math.prod(self.stored[last])
-                dist.broadcast(self.pixels[self.first_pixel[share[0]]:end], src=rank)
+            begin += len(image)
+        for rank, share in enumerate(shares if len(ranks) > 1 else ()):
+            end = self.first_pixel[share[-1]] + math.prod(self.stored[share[-1]])
+            dist.broadcast(self.pixels[self.first_pixel[share[0]]:end], src=rank)
 
-    def _stored_image(self, index):
-        """Pixels (P x 3 uint8) of a training image at the size at which it is kept."""
-        path, size = self.train.paths[index], self.stored[index]
-        image = open_image(path, at_least=size)
-        if size == self.train.sizes[index] and image.size != size:
-            raise ImageError(path, f"the header says {size}, the picture is {image.size}")
-        if image.size != size:
-            # Antialiased: every source pixel counts, so no detail turns into a false pattern.
-            image = image.resize(size, Image.Resampling.BILINEAR)
-        return to_tensor(image).view(-1, 3)
-
-    def _load_validation_images(self, val):
-        size, share = self.args.image_size, ShareSampler(val, self.args.world_size, self.args.rank)
-
-        def ready(index):
-            return to_tensor(validation_image(open_image(val.paths[index]), size))
-
-        images = list(decode_all(ready, share.indices, self.args, "decoding validation images"))
-        self.val_images = (torch.stack(images) if images else
-                           torch.empty(0, size, size, 3, dtype=torch.uint8)).to(self.device)
-        labels = [val.labels[i] for i in share]
-        self.val_labels = torch.tensor(labels, dtype=torch.int64, device=self.device)
+    def _load_validation_images(self, val, workers):
+        size = self.args.image_size
+        batches = list(decoded(ValidationImages(val, size), self.args, workers,
+                               "decoding validation images", collate, 8))
+        empty = torch.empty(0, size, size, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+        images, labels = zip(empty, *batches, strict=True)
+        self.val_images = torch.cat(images).to(self.device)
+        self.val_labels = torch.cat(labels).to(self.device)
 
     def train_batches(self, epoch, start=0):
         """Batches (images, labels) of this process from the ``start``-th image of an epoch on."""
@@ -152,8 +184,8 @@ class DeviceData:
             crop = crop.scaled(stored[0] / width, stored[1] / height)
             rows.append((self.first_pixel[index], stored[0], *crop))
         labels = [self.train.labels[index] for _, index in keys]
-        table, labels = (t.pin_memory().to(self.device, non_blocking=True)
-                         for t in (torch.tensor(rows, dtype=torch.float64), torch.tensor(labels)))
+        table, labels = (send(t, self.device) for t in (torch.tensor(rows, dtype=torch.float64),
+                                                        torch.tensor(labels)))
         return crop_batch(self.pixels, table, self.window, self.args.image_size), labels
 
     def close(self):

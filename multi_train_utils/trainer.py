@@ -390,8 +390,11 @@ class Run:
         """(correct, total) over all validation images, on what will be saved."""
         size = len(self.classes)
         self.confusion = torch.zeros(size, size, dtype=torch.int64, device=self.device)
+        # Trying cuDNN's kernels takes longer than a faster choice would save in a few batches.
+        torch.backends.cudnn.benchmark = False
         correct = evaluate(self.model, self.until_stopped(self.data.val_batches()), self.device,
                            prepare=self.data.prepare_validation, confusion=self.confusion)
+        torch.backends.cudnn.benchmark = not self.args.deterministic
         return correct, int(self.confusion.sum())
 
     def until_stopped(self, batches):
