@@ -7,6 +7,8 @@ Each line begins with ok, warn (works, but worse than it could) or FAIL, and say
 it. Exit status: 0 nothing FAILs, 1 something does, 2 wrong usage.
 """
 
+from __future__ import annotations  # so that a Python too old for the rest can say so
+
 import argparse
 import contextlib
 import itertools
@@ -33,6 +35,7 @@ except Exception as error:  # a broken installation is what this script is there
     torch, TORCH_ERROR = None, error
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
+OLDEST_PYTHON = (3, 10)
 TRY_SECONDS = 60.0  # what a launcher may take to start two processes and let them talk
 PORTS = {29500: "torchrun and torch.distributed.launch", 12355: "the spawn script"}
 # Bytes that the all-reduce is timed with: large enough for the link, not the start-up, to count.
@@ -56,6 +59,10 @@ CONFUSING = (
 REMEDIES = (
     ("address already in use|EADDRINUSE", "another job holds the port: give it another one "
      "(MASTER_PORT, --master-port, torchrun --standalone)"),
+    ("client socket has|TCPStore", "rank 0 is not reached where it should listen: unset "
+     "MASTER_ADDR and MASTER_PORT, or give an address of this machine (127.0.0.1)"),
+    ("unable to find address for", "there is no network interface of that name: unset "
+     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or name one that `ip address` lists"),
     ("gaierror|name or service not known|resolve|gloo.*connect|connectFullMesh",
      "the machine does not reach itself by its name: put the name into /etc/hosts, or set "
      "GLOO_SOCKET_IFNAME=lo and NCCL_SOCKET_IFNAME=lo on a single machine"),
@@ -86,7 +93,7 @@ class Result:
 
 def check_python() -> Result:
     text = f"{platform.python_version()} on {platform.platform()}"
-    if sys.version_info < (3, 10):
+    if sys.version_info < OLDEST_PYTHON:
         return Result(FAIL, "python", text, "these scripts need Python 3.10 or newer")
     return Result(OK, "python", text)
 
@@ -135,7 +142,8 @@ def check_gpus() -> Result:
     if count < len(known):
         return Result(WARN, "GPUs", f"{count} of {len(known)} visible; {'; '.join(names)}",
                       "CUDA_VISIBLE_DEVICES hides the others: unset it to use them", figures)
-    return Result(OK, "GPUs", "; ".join(names), "", figures)
+    alone = "one GPU: train_single_gpu.py is the script for it" if count == 1 else ""
+    return Result(OK, "GPUs", "; ".join(names), alone, figures)
 
 
 def check_gpu_use() -> Result | None:
@@ -284,9 +292,10 @@ def check_environment() -> Result:
 
 # ---- the launchers ---------------------------------------------------------------------------
 
-def launchers(backend: str, count: int) -> dict[str, list[str]]:
-    """{name: command} of the ways to start `count` workers, each as the README starts training."""
-    worker = [os.path.abspath(__file__), "--worker", backend]
+def launchers(backend: str, count: int, seconds: float) -> dict[str, list[str]]:
+    """{name: command} of the ways to start `count` workers, as training is started with them."""
+    # The workers give up first: they know more of what went wrong than that it took too long.
+    worker = [os.path.abspath(__file__), "--worker", backend, "--timeout", f"{0.7 * seconds:g}"]
     python = sys.executable
     return {
         "torchrun": [python, "-m", "torch.distributed.run", "--standalone",
@@ -306,7 +315,7 @@ def check_launchers(seconds: float) -> Iterator[Result]:
     tries = [("gloo", 2)] + ([("nccl", gpu_count())] if gpu_count() > 1 else [])
     for backend, count in tries:
         reports = []
-        for name, command in launchers(backend, count).items():
+        for name, command in launchers(backend, count, seconds).items():
             result = try_launcher(f"{name}, {backend}", command, count, seconds)
             reports += [result.figures] if result.status == OK else []
             yield result
@@ -324,8 +333,11 @@ def try_launcher(name: str, command: Sequence[str], count: int, seconds: float) 
         return Result(OK, name, f"{count} processes found each other, {took:.0f} s", "", report)
     words = last_words(output)
     if status is None:
-        text, remedy = f"not done after {seconds:g} s", "the processes do not reach each other, " \
-            "or the machine is overloaded (--timeout gives more time)"
+        text = f"not done after {seconds:g} s"
+        remedy = ("the processes do not reach each other, or the machine is overloaded (--timeout "
+                  "gives more time)")
+        if "MASTER_ADDR" in os.environ:  # torchrun sets its own, the spawn script respects it
+            remedy += "; MASTER_ADDR is set: unset it, or is rank 0 to be found there?"
     else:
         text, remedy = f"exit status {status}", "run it alone to see more: " + " ".join(command)
     for pattern, advice in REMEDIES:
@@ -389,15 +401,20 @@ def find_report(output: str) -> dict | None:
 
 def last_words(output: str) -> str:
     """The line of a failed run that most likely says why: the last that names an error."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\w*(Error|error)\b.*:", line)]
+    # Not torchrun's report, which only says that a worker failed, nor a stack of C++ names.
+    noise = r"elastic|ChildFailed|error_file|traceback|frame #"
+    lines = [line.strip() for line in output.splitlines()
+             if line.strip() and not re.search(noise, line)]
+    errors = [line for line in lines if re.search(r"(Error|error)\b", line)]
     return (errors or lines or [""])[-1][:300]
 
 
 # ---- the worker, one of several processes ----------------------------------------------------
 
-def worker(backend: str) -> None:
+def worker(backend: str, seconds: float) -> None:
     """Join the group that the environment describes, all-reduce, check the sum, report the time.
+
+    A peer that stays silent for `seconds` is an error.
 
     Rank 0 prints `check_setup report: {json}`. Raises RuntimeError where the sum is wrong.
     """
@@ -406,7 +423,8 @@ def worker(backend: str) -> None:
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=TRY_SECONDS / 2))
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds),
+                            device_id=device if backend == "nccl" else None)
     values = torch.full((MESSAGE[backend] // 4,), float(rank + 1), device=device)
     dist.all_reduce(values)
     expected = world_size * (world_size + 1) / 2
@@ -441,32 +459,38 @@ def synchronize(values):
         torch.cuda.synchronize(values.device)
 
 
-def spawned_worker(rank, world_size, backend):
+def spawned_worker(rank, world_size, backend, seconds):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    guarded_worker(backend)
+    guarded_worker(backend, seconds)
 
 
-def guarded_worker(backend):
+def guarded_worker(backend, seconds):
     """The worker, ending when its launcher ends: a killed check leaves nobody behind."""
     from multi_train_utils.failures import watch_parent
     watch_parent()
-    worker(backend)
+    worker(backend, seconds)
 
 
-def spawn_workers(world_size: int, backend: str) -> int:
+def spawn_workers(world_size: int, backend: str, seconds: float) -> int:
     """Start the workers as the spawn script starts its processes; returns the exit status."""
+    from multiprocessing.connection import wait
+
     import torch.multiprocessing as mp
 
     from multi_train_utils.failures import free_port
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ["MASTER_PORT"] = str(free_port())
     context = mp.get_context("spawn")
-    processes = [context.Process(target=spawned_worker, args=(rank, world_size, backend))
+    processes = [context.Process(target=spawned_worker, args=(rank, world_size, backend, seconds))
                  for rank in range(world_size)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
+    # The first that fails ends the others, which would wait for it.
+    while any(process.is_alive() for process in processes):
+        wait([process.sentinel for process in processes if process.is_alive()])
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.terminate()
     return int(any(process.exitcode for process in processes))
 
 
@@ -573,9 +597,11 @@ def main(argv=None):
     """Run the command line `argv`; returns the exit status."""
     args = parse_args(argv)
     if args.worker and args.spawn:
-        return spawn_workers(args.spawn, args.worker)
+        return spawn_workers(args.spawn, args.worker, args.timeout)
     if args.worker:
-        return guarded_worker(args.worker)
+        return guarded_worker(args.worker, args.timeout)
+    # As an exception, so that a launcher under test is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = []
     for result in all_results(args.timeout):
         results.append(result)

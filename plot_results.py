@@ -164,7 +164,7 @@ def recorded_charts(runs, new_figure):
     # The name of a run is long, so bars carry it only where the size does not say which run it is.
     by_size = len(set(sizes)) == len(sizes)
     names = sizes if by_size else [f"{run.size}, {shortened(run.name)}" for run in runs]
-    labels = [f"{run.size}, {shortened(run.name, 40)}" for run in runs]
+    labels = [f"{run.size}, {shortened(run.name)}" for run in runs]
     if len(set(labels)) < len(labels):  # runs of one name, from different folders
         labels = [f"{number}: {label}" for number, label in enumerate(labels, 1)]
     curves = {label: (run.epochs, run.accuracy) for label, run in zip(labels, runs, strict=True)}
@@ -181,10 +181,9 @@ def recorded_charts(runs, new_figure):
     }
 
 
-def shortened(text, length=24):
-    """The text, its middle left out where it is longer than `length`."""
-    half = length // 2 - 1
-    return text if len(text) <= length else f"{text[:half]}...{text[-half:]}"
+def shortened(text, length=32):
+    """The text, with a gap near the end where it is longer than `length`."""
+    return text if len(text) <= length else f"{text[:length - 7]}...{text[-4:]}"
 
 
 def bar_chart(figure, title, names, seconds, sizes, axis, note):

@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 import torch.multiprocessing as mp
 
 from multi_train_utils.distributed_utils import cleanup, init_distributed_mode
-from multi_train_utils.failures import SignalWatch, end_processes, free_port, run
+from multi_train_utils.failures import SignalWatch, end_processes, host_store, run
 from multi_train_utils.options import parse_args
 from multi_train_utils.trainer import train
 
@@ -26,7 +26,7 @@ def main_fun(rank, world_size, args):
 def main(args):
     """Start the processes and watch them together: the first that fails ends the others."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ["MASTER_PORT"] = str(free_port(args.master_port))
+    store = host_store(args.master_port)  # the ranks meet here, and it outlives any of them
     context = mp.get_context("spawn")
     processes = [context.Process(target=run_rank, args=(rank, args.world_size, args))
                  for rank in range(args.world_size)]
@@ -39,6 +39,7 @@ def main(args):
             signals.pass_on(processes)
             alive = [process for process in alive if process.is_alive()]
         end_processes(processes)
+    del store
 
 
 def run_rank(rank, world_size, args):

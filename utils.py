@@ -55,8 +55,7 @@ def read_split_data(
     train, val = _split(root, classes, val_rate)
     _check_parts(root, classes, val_rate, train, val)
     if class_indices is not None:
-        names = {str(number): name for number, name in enumerate(classes)}
-        _write_whole(class_indices, _utf8_json(names))
+        write_class_indices(list(classes), class_indices)
     if not quiet:
         _say(f"{len(train[0]) + len(val[0])} images were found in the dataset.")
         _say(f"{len(train[0])} images for training.")
@@ -73,6 +72,11 @@ def class_names(root: str | os.PathLike) -> list[str]:
     or ValueError as `read_split_data` does.
     """
     return sorted(_list_root(os.fspath(root)).folders)
+
+
+def write_class_indices(names: Sequence[str], path: str | os.PathLike) -> None:
+    """Write `{"0": "daisy", ...}` to `path`, UTF-8, whole or not at all; OSError names the path."""
+    _write_whole(path, _utf8_json({str(number): name for number, name in enumerate(names)}))
 
 
 def check_class_count(given: int | None, names: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 # ImageNet's statistics, per channel of an image in 0..1: what the public weights were trained on.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -69,6 +69,11 @@ def short_side(image_size):
 def validation_image(image, image_size):
     """Resize the short side, cut the centre: what validation and prediction see (PIL image)."""
     short, (width, height) = short_side(image_size), image.size
+    if max(width, height) > 8 * min(width, height):
+        # Of a long strip only the middle is seen: resized whole, a strip of 1 x 60000 pixels
+        # would take gigabytes.
+        image = ImageOps.fit(image, (min(width, 8 * height), min(height, 8 * width)))
+        width, height = image.size
     if width <= height:
         size = short, int(short * height / width)
     else:

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
-from tqdm import tqdm
 
 from my_dataset import ImageError, image_size, open_image
 
 from .augmentation import Normalizer, crop_image, draw_crop, to_tensor, validation_image
 from .failures import signals_held_back
+from .train_eval_utils import progress
 
 HEADER_CHECK_LIMIT = 200_000  # files; above, reading every header would delay the start by minutes
 
@@ -200,8 +200,9 @@ class StreamingData:
         val_set = ValidationImages(val, args.image_size)
         self.sampler = EpochSampler(self.train_set, args.world_size, args.rank, args.seed)
         workers = choose_workers(args)
-        common = {"num_workers": workers, "collate_fn": collate,
-                  "pin_memory": device.type == "cuda", "persistent_workers": workers > 0}
+        common = {"num_workers": workers, "multiprocessing_context": worker_context(workers),
+                  "persistent_workers": workers > 0, "collate_fn": collate,
+                  "pin_memory": device.type == "cuda"}
         self.train_loader = Batches(DataLoader(self.train_set, batch_sampler=BatchSampler(
             self.sampler, args.batch_size, drop_last=True), **common), self.on_device, device)
         self.val_loader = Batches(DataLoader(
@@ -246,6 +247,14 @@ def allowed_cpus():
     return os.cpu_count() or 1
 
 
+def worker_context(workers):
+    """How loader workers start: forked where that is safe, so at once, also in spawned ranks.
+
+    They never touch CUDA, which would not survive a fork.
+    """
+    return "fork" if workers and sys.platform == "linux" else None
+
+
 def choose_workers(args):
     """Loader workers of this process: ``--workers``, or its share of the allowed CPUs."""
     share = allowed_cpus() // args.local_world_size
@@ -282,19 +291,13 @@ def check_images(images, args, control, decode=False):
             return error.reason
 
     with ThreadPoolExecutor(max(1, allowed_cpus() // args.local_world_size)) as pool:
-        found = list(tqdm(pool.map(look, share), total=len(share), leave=False,
-                          desc="checking images", disable=args.rank > 0 or not is_terminal()))
+        found = list(progress(pool.map(look, share), "checking images", len(share)))
     sizes = [None] * len(images)
     for rank, part in enumerate(control.gather(found)):
         sizes[rank::args.world_size] = part
     images.sizes = sizes
     return {path: size for path, size in zip(images.paths, sizes, strict=True)
             if isinstance(size, str)}
-
-
-def is_terminal():
-    """True where a person watches: bars belong on a screen, not into a log file."""
-    return sys.stderr.isatty()
 
 
 def readable_images(train, val, args, control):

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, Dataset
-from tqdm import tqdm
 
 from my_dataset import ImageError, open_image
 
@@ -24,10 +23,11 @@ from .data_pipeline import (
     checked,
     choose_workers,
     collate,
-    is_terminal,
     send,
+    worker_context,
 )
 from .failures import finish_slow_imports, signals_held_back
+from .train_eval_utils import progress
 
 MEMORY_SHARE = 0.5  # of the free GPU memory that the decoded set may take; the rest is the model's
 EVAL_BATCH = 256  # validation needs no gradients: large batches keep the GPU busy
@@ -91,7 +91,10 @@ class StoredImages(Dataset):
     def __getitem__(self, index):
         path, size = self.images.paths[index], self.sizes[index]
         try:
-            image = open_image(path, at_least=size)
+            # Twice the size, so that what a JPEG's own reduction leaves is averaged once more.
+            image = open_image(path, at_least=tuple(
+                min(have, 2 * kept) for have, kept in zip(self.images.sizes[index], size,
+                                                          strict=True)))
         except ImageError as error:
             return error
         if size == self.images.sizes[index] and image.size != size:
@@ -116,9 +119,9 @@ def decoded(dataset, args, workers, text, collate_fn, batch_size):
     sampler = ShareSampler(dataset, args.world_size, args.rank)
     with signals_held_back():
         batches = iter(DataLoader(dataset, batch_size=batch_size, sampler=sampler,
-                                  num_workers=workers, collate_fn=collate_fn))
-    for batch in tqdm(batches, total=-(-len(sampler) // batch_size), desc=text, leave=False,
-                      disable=args.rank > 0 or not is_terminal()):
+                                  num_workers=workers, collate_fn=collate_fn,
+                                  multiprocessing_context=worker_context(workers)))
+    for batch in progress(batches, text, -(-len(sampler) // batch_size)):
         yield checked(batch)
 
 

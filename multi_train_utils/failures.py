@@ -51,8 +51,13 @@ def run(main, args):
     0 done, 1 failed, 130 / 143 stopped by a signal. Never returns after a failure: the process
     leaves without waiting for collectives that no peer will join.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # Line by line also into a file, so that the cause of a failure is the last line there;
+        # and names that the terminal's encoding cannot say are spelled out.
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
     watch_parent()
-    slow_imports.start()
+    if getattr(args, "script", None) != "spawn" or multiprocessing.parent_process():
+        slow_imports.start()  # the spawn script's parent trains nothing
     try:
         main(args)
         leave(0)  # nothing is left to do: taking down a CUDA context in good order takes a second
@@ -113,16 +118,21 @@ def report(error, args):
 
 def speak(error, args):
     """Print the cause for a person, and record it for torchrun's report."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        get_error_handler().record_exception(error)
     rank, world_size = getattr(args, "rank", 0), getattr(args, "world_size", 1)
     where = f" (rank {rank} of {world_size} on {socket.gethostname()})" if world_size > 1 else ""
+    if "DataLoader worker" in str(error):  # torch raises it wherever the main thread stands
+        error = ChildProcessError(
+            f"a loader worker died: {str(error).strip()} Out of memory, or too little shared "
+            "memory (/dev/shm)? Try --workers 0 or fewer, or a smaller --batch-size.")
     text = "".join(traceback.format_exception(error)) if not raised_here(error) else ""
     name = "" if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: "
     text += f"error{where}: {name}{error}"
-    encoding = sys.stderr.encoding or "utf-8"
-    # File names may hold what the terminal's encoding cannot say.
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr, flush=True)
+    try:
+        raise error  # torchrun's recorder looks at the exception being handled
+    except BaseException:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            get_error_handler().record_exception(error)
+    print(text, file=sys.stderr, flush=True)
 
 
 def raised_here(error):
@@ -211,7 +221,10 @@ class SignalWatch:
         threading.Thread(target=self._listen, name="watch-signals", daemon=True).start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, _type, error, _traceback):
+        if self.received and (isinstance(error, PeerFailed) or is_lost_peer(error)):
+            # The launcher ends us because a peer died: nothing to save, nothing to say.
+            leave(128 + self.received)
         for signum, handler in self._old.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_wakeup)
@@ -278,18 +291,19 @@ def end_processes(processes, patience=5.0):
     raise SystemExit(128 - code if code < 0 else code)
 
 
-def free_port(wanted=None):
-    """The port for rank 0: ``wanted``, else MASTER_PORT, else 12355, or a free one if taken.
+def host_store(wanted=None):
+    """A key-value store in this process for the ranks to meet at; sets MASTER_PORT to its port.
 
-    Only a port that nobody chose gives way; another job may still take it before rank 0 listens.
+    Listens on ``wanted``, else on MASTER_PORT, else on 12355 or, where that is taken, on a free
+    port: only a port that nobody chose gives way. ``OSError`` where the port chosen is taken.
     """
-    if wanted is not None or "MASTER_PORT" in os.environ:
-        return wanted if wanted is not None else os.environ["MASTER_PORT"]
-    for number in (12355, 0):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", number))
-            return probe.getsockname()[1]
-    raise OSError("no free port for the process group: give one with --master-port")
+    chosen = wanted if wanted is not None else os.environ.get("MASTER_PORT")
+    for port in (12355, 0) if chosen is None else (int(chosen),):
+        with contextlib.suppress(dist.DistNetworkError):
+            store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+            os.environ.update(MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+            return store
+    raise OSError(f"port {chosen} is taken: give another with --master-port, or none")
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def plain(args):
     """The options as JSON can hold them, without what only this process uses."""
     return {name: value for name, value in sorted(vars(args).items())
             if isinstance(value, (str, int, float, bool, type(None)))
-            and name not in ("rank", "gpu", "local_rank")}
+            and name not in ("rank", "gpu", "local_rank", "store", "script")}
 
 
 def random_state(device):

@@ -6,6 +6,7 @@ own and they work there, with your model and your DataLoader.
 
 import math
 import sys
+import threading
 import time
 
 import torch
@@ -36,7 +37,7 @@ def train_one_epoch(model, optimizer, data_loader, device, epoch, *,
     keep_frozen_statistics(model)
     step = step or plain_step(model, optimizer, device)
     meter = meter or EpochMeter(device)
-    for batch in progress(meter.timed(data_loader), data_loader, f"epoch {epoch}"):
+    for batch in progress(meter.timed(data_loader), f"epoch {epoch}", length(data_loader)):
         if before_step is not None:
             before_step()
         meter.add(step(*batch), len(batch[-1]))
@@ -208,11 +209,18 @@ class EpochMeter:
         return loss_sum / images if images else math.nan
 
 
-def progress(batches, data_loader, text):
-    """``batches`` with a progress bar: on rank 0 alone, and only where a person looks at it."""
+def length(data_loader):
+    """Number of batches, None where the loader cannot tell."""
     try:
-        total = len(data_loader)
+        return len(data_loader)
     except TypeError:
-        total = None
-    return tqdm(batches, desc=text, total=total, mininterval=0.5, leave=False,
-                disable=not (is_main_process() and sys.stderr.isatty()))
+        return None
+
+
+def progress(items, text, total):
+    """The items, with a progress bar: on rank 0 alone, and only where a person looks at it."""
+    if not (is_main_process() and sys.stderr.isatty()):
+        return items
+    # One thread of one process draws: tqdm's own lock among processes would outlive a killed one.
+    tqdm.set_lock(threading.RLock())
+    return tqdm(items, desc=text, total=total, mininterval=0.5, leave=False)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from model import MODELS
-from utils import check_class_count, class_names, read_split_data
+from utils import check_class_count, class_names, read_split_data, write_class_indices
 
 from . import device_data, resume
 from .captured_step import WARM_UP_STEPS, CapturedStep
@@ -129,11 +129,11 @@ def wait_for_lock(lock, folder, limit=20.0):
 
 def read_images(args, control):
     """(training ImageList, validation ImageList, class names), the same on all ranks."""
-    indices = Path(args.output_dir) / "class_indices.json" if args.rank == 0 else None
-    train_part, val_part, _ = read_split_data(args.data_path, class_indices=indices,
-                                              quiet=args.rank > 0)
     names = class_names(args.data_path)
     check_class_count(args.num_classes, names)
+    # class_indices.json is written once all else is checked: beside older weights it would lie.
+    train_part, val_part, _ = read_split_data(args.data_path, class_indices=None,
+                                              quiet=args.rank > 0)
     train_images, val_images = readable_images(ImageList(*train_part), ImageList(*val_part), args,
                                                control)
     needed = args.batch_size * args.world_size
@@ -304,6 +304,7 @@ class Run:
                                     if self.device.type == "cuda" else "cpu")
         self.log = None
         if args.rank == 0:
+            write_class_indices(self.classes, Path(args.output_dir) / "class_indices.json")
             self.log = RunLog(args.output_dir, self.run_name, self.epoch)
             self.run_name = self.log.name
             self.log.describe(arguments=resume.plain(args), world_size=args.world_size,
