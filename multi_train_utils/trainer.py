@@ -69,8 +69,11 @@ def say(args, text):
 def settle(args, device):
     """Seeds, precision and threads of this process."""
     torch.manual_seed(args.seed)
-    if device.type == "cpu":
-        # torchrun sets OMP_NUM_THREADS=1: give each process its share of the CPUs instead.
+    # A user's choice stands, but a 1 under torchrun is torchrun's own: there, as without a choice,
+    # each process takes its share of the CPUs.
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if device.type == "cpu" and (chosen is None or
+                                 chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         torch.set_num_threads(max(1, allowed_cpus() // args.local_world_size))
     torch.backends.cudnn.benchmark = not args.deterministic
     if args.deterministic:

@@ -79,7 +79,10 @@ def full_command(words):
 
 def clean_environment():
     """This process's environment, without what a launcher put there."""
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    kept = {name: value for name, value in os.environ.items()
+            if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")}
+    # Idle threads that spin would take the CPUs from the other processes of a test.
+    return kept | {"OMP_WAIT_POLICY": "passive"}
 
 
 def end_group(process):
@@ -88,3 +91,13 @@ def end_group(process):
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+@pytest.fixture(scope="session")
+def flowers(tmp_path_factory):
+    """A drawn set of five classes, 75 small images: 60 for training, 15 for validation."""
+    from prepare_data import draw_sample_set
+
+    folder = tmp_path_factory.mktemp("data") / "flowers"
+    draw_sample_set(str(folder), images=75, size=48)
+    return folder

@@ -25,7 +25,7 @@ GROUP_WORDS = set("""
     multi_train_utils distributed_utils failures
     set_single_process init_distributed_mode cleanup
     os environ update setdefault setsid RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
-    MASTER_ADDR MASTER_PORT master_port 127.0.0.1 str free_port
+    MASTER_ADDR master_port 127.0.0.1 str host_store store del
     torch multiprocessing mp get_context spawn context Process target
     processes process start alive is_alive exitcode connection wait sentinel timeout 0.2
     SignalWatch signals deferred pass_on end_processes list

@@ -77,8 +77,8 @@ def freeze_batch_norm(model, images):
 def losses(args, images, replicas, dtype, batch_norm, steps):
     """Mean loss of each global step of 32 images, on ``replicas`` processes.
 
-    ``batch_norm`` is "sync", "local" (each process by itself) or "frozen". With ``replicas`` 1 every process does the
-    whole by itself.
+    ``batch_norm`` is "sync", "local" (statistics of the own batch) or "frozen". With ``replicas``
+    1 every process trains on the whole batch by itself.
     """
     device = torch.device(args.device)
     torch.manual_seed(0)
