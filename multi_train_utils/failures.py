@@ -48,7 +48,7 @@ class PeerFailed(Exception):
 def run(main, args):
     """Call ``main(args)``; on failure print the cause once and end with the right exit status.
 
-    0 done, 1 failed, 130 / 143 stopped by a signal. Never returns after a failure: the process
+    0 done, 1 failed, 130 / 143 / 138 stopped by SIGINT / SIGTERM / SIGUSR1. Never returns after a failure: the process
     leaves without waiting for collectives that no peer will join.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -254,7 +254,6 @@ class SignalWatch:
             if first and time.monotonic() - first > 0.5:
                 leave(128 + heard[0])
             first = first or time.monotonic()
-
 
     def pass_on(self, processes):
         """Send the signal received, if any, to each of the processes once."""

@@ -1,6 +1,7 @@
 """The command line of the three training scripts: same names, same defaults."""
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -35,8 +36,6 @@ def parse_args(script, argv=None):
     add_run_options(parser)
     add_process_options(parser, script)
     args = parser.parse_args(argv)
-    if args.syncBN is None:
-        args.syncBN = script != "single"
     args.script = script
     return args
 
@@ -142,17 +141,17 @@ def boolean(text):
     return word in TRUE
 
 
-def number(kind, text, low, high=float("inf"), exclusive=False):
+def number(kind, text, low, high=math.inf, exclusive=False):
     """``text`` as a number of ``kind`` from ``low`` (or above it) to ``high``."""
     try:
         value = kind(text)
     except ValueError:
         what = "a whole number" if kind is int else "a number"
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-    if not (low < value if exclusive else low <= value) or not value <= high or value == high == \
-            float("inf"):
+    large_enough = value > low if exclusive else value >= low
+    if not (large_enough and value <= high and math.isfinite(value)):
         bound = f"greater than {low}" if exclusive else f"at least {low}"
-        limit = "" if high == float("inf") else f" and at most {high}"
+        limit = "" if high == math.inf else f" and at most {high}"
         raise argparse.ArgumentTypeError(f"{text} must be {bound}{limit}")
     return value
 

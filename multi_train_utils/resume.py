@@ -109,16 +109,16 @@ def set_random_state(states, rank):
 
 def command(args):
     """The command that goes on with this run, as a line for the shell."""
-    words, skip = [], False
+    words, value_follows = [], False
     for word in sys.argv[1:]:
-        if not skip and not word.startswith("--resume"):
+        if not value_follows and not word.startswith("--resume"):
             words.append(word)
-        skip = word == "--resume"
-    script = sys.argv[0]
-    start = ["python", script]
+        value_follows = word == "--resume"
+    line = shlex.join([sys.argv[0], *words, "--resume", "auto"])
     if args.script == "launch" and "TORCHELASTIC_RUN_ID" in os.environ:
         if args.world_size == args.local_world_size:
-            start = ["torchrun", "--standalone", f"--nproc_per_node={args.world_size}", script]
-        else:
-            start = ["torchrun", "(its own options as before)", script]
-    return shlex.join([*start, *words, "--resume", "auto"])
+            return f"torchrun --standalone --nproc_per_node={args.world_size} {line}"
+        return f"torchrun ... {line}    (on each node, with torchrun's options as before)"
+    if args.script == "launch" and "SLURM_PROCID" in os.environ:
+        return f"srun python {line}"
+    return f"python {line}"

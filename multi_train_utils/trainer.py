@@ -146,7 +146,7 @@ def read_images(args, control):
                          "processes. Use a smaller --batch-size or fewer processes.")
     if not len(val_images):
         raise ValueError(f"{args.data_path}: no readable image is left for validation")
-    if args.image_size < 64 and args.batch_size == 1 and args.image_size // 32 < 2:
+    if args.image_size < 64 and args.batch_size == 1:
         raise ValueError("--batch-size 1 at --image-size below 64 leaves BatchNorm one value per "
                          "channel, of which there are no statistics: use --batch-size 2 or more")
     return train_images, val_images, names
