@@ -48,8 +48,8 @@ class PeerFailed(Exception):
 def run(main, args):
     """Call ``main(args)``; on failure print the cause once and end with the right exit status.
 
-    0 done, 1 failed, 130 / 143 / 138 stopped by SIGINT / SIGTERM / SIGUSR1. Never returns after a failure: the process
-    leaves without waiting for collectives that no peer will join.
+    0 done, 1 failed, 130 / 143 / 138 stopped by SIGINT / SIGTERM / SIGUSR1. Never returns: after
+    a failure the process leaves without waiting for collectives that no peer will join.
     """
     for stream in (sys.stdout, sys.stderr):
         # Line by line also into a file, so that the cause of a failure is the last line there;
