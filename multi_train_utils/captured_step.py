@@ -41,3 +41,12 @@ class CapturedStep:
             own.copy_(given, non_blocking=True)
         self.graph.replay()
         return self.loss
+
+    def release(self):
+        """Let go of the graph, which holds on to NCCL's communicator.
+
+        NCCL waits, when a communicator is destroyed, until no graph refers to it any more: without
+        this the process would never leave its group.
+        """
+        torch.cuda.synchronize()
+        self.graph.reset()

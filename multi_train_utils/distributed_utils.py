@@ -6,6 +6,7 @@ Needs torch alone: copy this file into a project of your own and it works there.
 import os
 import re
 import socket
+import threading
 from datetime import timedelta
 
 import torch
@@ -91,10 +92,16 @@ def init_distributed_mode(args):
     dist.barrier()
 
 
-def cleanup():
-    """Leave the process group; does nothing where there is none."""
+def cleanup(limit=10.0):
+    """Leave the process group; does nothing where there is none.
+
+    Waits ``limit`` seconds at most: taking down NCCL waits for peers and for captured graphs, and
+    by then the work is done.
+    """
     if is_dist_avail_and_initialized():
-        dist.destroy_process_group()
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(limit)
 
 
 def set_single_process(args):

@@ -60,6 +60,9 @@ class TrainStep:
         self.scaler.update()
         return loss.detach()
 
+    def release(self):
+        """Let go of what must go before the process group does; nothing where nothing is held."""
+
     def state(self):
         """Everything that a step changes, as live tensors in nested dicts."""
         model = getattr(self.model, "module", self.model)

@@ -58,6 +58,7 @@ def train(args):
         finish_slow_imports()  # loader workers are forked next: not in the middle of an import
         run.all_epochs()
         data.close()
+        step.call.release()
 
 
 def say(args, text):
