@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import queue
 import shutil
 import tempfile
 import threading
@@ -186,45 +187,30 @@ def snapshot(value):
 
 
 class Saver:
-    """Writes an epoch's files beside the next epoch, from a copy."""
+    """Writes each epoch's files beside the next epochs, from a copy, in a thread of its own.
+
+    Every model-{epoch}.pth is written. Where the disk is slower than an epoch, checkpoint.pth skips
+    epochs, never the last one; training waits only once three epochs are yet to be written.
+    """
 
     def __init__(self, folder, keep=None):
-        self.folder, self.keep = Path(folder), keep
-        self.thread, self.error = None, None
+        self.folder, self.keep, self.error = Path(folder), keep, None
+        self.queue = queue.Queue(maxsize=3)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise write_error(self.folder, error) from error
         for stale in self.folder.glob(".*.tmp"):  # of a run that was killed while it wrote
             stale.unlink()
+        threading.Thread(target=self._write_all, name="saver", daemon=True).start()
 
     def save_epoch(self, epoch, checkpoint, best):
         """Write model-{epoch}.pth, best.pth if ``best``, checkpoint.pth; raises earlier failures.
 
         ``checkpoint`` is a snapshot(); its "model" entry is the plain state dict.
         """
-        self.wait()
-        self.thread = threading.Thread(target=self._write, args=(epoch, checkpoint, best))
-        self.thread.start()
-
-    def _write(self, epoch, checkpoint, best):
-        try:
-            weights = self.folder / f"model-{epoch}.pth"
-            save(checkpoint["model"], weights)
-            if best:
-                link_or_copy(weights, self.folder / "best.pth")
-            save(checkpoint, self.folder / "checkpoint.pth")
-            if self.keep is not None:
-                self._remove_older(epoch)
-        except Exception as error:  # handed to the training thread, which ends the run
-            self.error = error
-
-    def _remove_older(self, epoch):
-        kept = range(epoch - max(self.keep, 0) + 1, epoch + 1)
-        for path in self.folder.glob("model-*.pth"):
-            number = path.stem.removeprefix("model-")
-            if number.isdecimal() and int(number) <= epoch and int(number) not in kept:
-                path.unlink()
+        self._raise_error()
+        self.queue.put((epoch, checkpoint, best))
 
     def save_now(self, checkpoint):
         """Write checkpoint.pth alone, before returning: a run stopped in the middle of an epoch."""
@@ -233,9 +219,38 @@ class Saver:
 
     def wait(self):
         """Until all is written; raises what went wrong there."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
+        self.queue.join()
+        self._raise_error()
+
+    def _raise_error(self):
         if self.error is not None:
             error, self.error = self.error, None
             raise error
+
+    def _write_all(self):
+        while True:
+            item = self.queue.get()
+            try:
+                if self.error is None:
+                    self._write(*item)
+            except Exception as error:  # handed to the training thread, which ends the run
+                self.error = error
+            finally:
+                self.queue.task_done()
+
+    def _write(self, epoch, checkpoint, best):
+        weights = self.folder / f"model-{epoch}.pth"
+        save(checkpoint["model"], weights)
+        if best:
+            link_or_copy(weights, self.folder / "best.pth")
+        if self.queue.empty():
+            save(checkpoint, self.folder / "checkpoint.pth")
+        if self.keep is not None:
+            self._remove_older(epoch)
+
+    def _remove_older(self, epoch):
+        kept = range(epoch - max(self.keep, 0) + 1, epoch + 1)
+        for path in self.folder.glob("model-*.pth"):
+            number = path.stem.removeprefix("model-")
+            if number.isdecimal() and int(number) <= epoch and int(number) not in kept:
+                path.unlink()

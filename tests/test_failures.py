@@ -1,0 +1,233 @@
+"""Whatever ends one process ends the job: soon, with a reason, and nothing is lost.
+
+docs/reliability.md has the table of these tests. Times are checked only as limits after which a
+job counts as hanging.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from jobs import Job, all_gone, command, descendants, load
+
+pytestmark = pytest.mark.slow
+LAUNCHERS = ["spawn", "launch"]
+LONG = ("--epochs", "500", "--batch-size", "6")
+
+
+@contextlib.contextmanager
+def training(folder, launcher, *options, processes=2, data, env=None, after="[epoch 0]"):
+    """A run that has finished its first epoch; afterwards no process of it may be left."""
+    words = command(launcher, processes, "--data-path", str(data), *LONG, *options)
+    with Job(folder, *words, env=env) as job:
+        job.wait_for(after)
+        yield job
+
+
+def assert_ended(job, pids, status=None, seconds=30):
+    code = job.wait(seconds)
+    assert code != 0 if status is None else code == status, job.text()
+    assert all_gone(pids), [Path(f"/proc/{p}/cmdline").read_bytes() for p in pids
+                            if Path(f"/proc/{p}").exists()]
+
+
+def assert_resumable(folder):
+    """The newest checkpoint is whole, and no half file lies beside it."""
+    weights = folder / "weights"
+    assert load(weights / "checkpoint.pth")["epoch"] >= 1
+    assert not list(weights.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job(flowers, tmp_path, launcher, rank):
+    with training(tmp_path, launcher, data=flowers) as job:
+        pids = descendants(job.process.pid)
+        os.kill(job.ranks()[rank], signal.SIGKILL)
+        assert_ended(job, pids)
+        if launcher == "spawn":
+            assert f"rank {rank} of 2 was killed by SIGKILL" in job.text().splitlines()[-1]
+        else:
+            assert f"rank      : {rank} " in job.text().split("Root Cause")[1]
+        assert "Stopped by" not in job.text()
+
+
+@pytest.mark.parametrize("launcher", ["single", *LAUNCHERS])
+def test_a_killed_loader_worker_ends_the_job(flowers, tmp_path, launcher):
+    processes = 1 if launcher == "single" else 2
+    with training(tmp_path, launcher, data=flowers, processes=processes) as job:
+        pids = descendants(job.process.pid)
+        rank = job.process.pid if launcher == "single" else job.ranks()[1]
+        os.kill(descendants(rank)[0], signal.SIGKILL)
+        assert_ended(job, pids)
+        text = job.text()
+        assert text.count("a loader worker died") >= 1 and "--workers 0" in text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_end_with_a_killed_launcher(flowers, tmp_path, launcher):
+    with training(tmp_path, launcher, data=flowers) as job:
+        pids = descendants(job.process.pid)
+        os.kill(job.process.pid, signal.SIGKILL)
+        job.wait(10)
+        assert all_gone(pids, 15)
+
+
+@pytest.mark.parametrize("launcher", ["single", *LAUNCHERS])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(flowers, tmp_path, launcher, signum):
+    processes = 1 if launcher == "single" else 2
+    with training(tmp_path, launcher, data=flowers, processes=processes) as job:
+        pids = descendants(job.process.pid)
+        os.kill(job.process.pid, signum)
+        assert_ended(job, pids, None if launcher == "launch" else 128 + signum)
+        assert job.text().count("Stopped by") == 1 and "--resume auto" in job.text()
+    assert_resumable(tmp_path)
+
+
+def test_a_signal_to_one_rank_stops_all_in_good_order(flowers, tmp_path):
+    with training(tmp_path, "spawn", data=flowers) as job:
+        pids = descendants(job.process.pid)
+        os.kill(job.ranks()[1], signal.SIGUSR1)
+        assert_ended(job, pids, 128 + signal.SIGUSR1)
+        assert "Stopped by SIGUSR1" in job.text()
+    assert_resumable(tmp_path)
+
+
+def test_a_second_signal_ends_at_once(flowers, tmp_path):
+    """A frozen peer keeps the ranks from agreeing: the second signal does not wait for it."""
+    with training(tmp_path, "spawn", data=flowers) as job:
+        pids = descendants(job.process.pid)
+        os.kill(job.ranks()[1], signal.SIGSTOP)
+        os.kill(job.process.pid, signal.SIGTERM)
+        time.sleep(1)
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert_ended(job, pids, 143, seconds=8)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_frozen_peer_is_named(flowers, tmp_path, launcher):
+    with training(tmp_path, launcher, "--timeout", "5", data=flowers) as job:
+        pids = descendants(job.process.pid)
+        os.kill(job.ranks()[1], signal.SIGSTOP)
+        assert_ended(job, pids, 1, seconds=65)
+        assert job.text().count("rank 1 does not answer") >= 1
+
+
+def test_a_peer_that_never_comes(flowers, tmp_path):
+    words = command("launch", 2, "--data-path", str(flowers), "--startup-timeout", "5")[3:]
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": "29783"}
+    with Job(tmp_path, *words, env=env) as job:
+        assert job.wait(60) == 1
+        text = job.text()
+    assert "rank 0 of 2" in text and "127.0.0.1:29783" in text
+    assert "only 1 of 2 ranks joined" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_image_that_vanishes_is_named(flowers, tmp_path, launcher):
+    data = tmp_path / "data"
+    shutil.copytree(flowers, data)
+    with training(tmp_path / "out", launcher, data=data) as job:
+        pids = descendants(job.process.pid)
+        lost = sorted((data / "tulips").glob("*.jpg"))
+        for path in lost:
+            path.unlink()
+        assert_ended(job, pids)
+        assert any(str(path) in job.text() for path in lost)
+        assert_resumable(tmp_path / "out")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_loss_that_is_not_finite_ends_all_ranks(flowers, tmp_path, launcher):
+    words = command(launcher, 2, "--data-path", str(flowers), *LONG, "--lr", "1e12")
+    with Job(tmp_path, *words) as job:
+        assert job.wait(120) == 1
+        text = job.text()
+    assert "the loss is" in text and "epoch 0, step" in text and "--lr" in text
+    assert "accuracy:" not in text
+    assert not list((tmp_path / "weights").glob("model-*"))
+
+
+@contextlib.contextmanager
+def mounted(folder, *options):
+    """A tmpfs on ``folder``; needs root, as mode bits would not stop it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", folder],
+                          capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=False)
+
+
+@pytest.mark.parametrize("launcher", ["single", *LAUNCHERS])
+def test_a_full_disk_names_the_file_and_keeps_the_older_one(flowers, tmp_path, launcher):
+    processes = 1 if launcher == "single" else 2
+    with mounted(tmp_path / "small", "-o", "size=240m") as small:
+        words = command(launcher, processes, "--data-path", str(flowers), *LONG, "--output-dir",
+                        str(small))
+        with Job(tmp_path / "job", *words) as job:
+            assert job.wait(120) == 1, job.text()
+            text = job.text()
+        assert "cannot write" in text and "no space left" in text and str(small) in text
+        assert_resumable(small)
+
+
+def test_a_read_only_output_folder(flowers, tmp_path):
+    with mounted(tmp_path / "fixed", "-o", "ro") as fixed:
+        words = command("single", 1, "--data-path", str(flowers), "--output-dir", str(fixed))
+        with Job(tmp_path / "job", *words) as job:
+            assert job.wait(60) == 1
+            text = job.text()
+        assert "cannot write" in text and str(fixed) in text and "--output-dir" in text
+        assert "Traceback" not in text
+
+
+def test_records_that_cannot_be_written_do_not_end_training(flowers, tmp_path):
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    words = command("single", 1, "--data-path", str(flowers), "--epochs", "1")
+    with Job(tmp_path, *words) as job:
+        assert job.wait(120) == 0, job.text()
+        assert job.text().count("records in") == 1
+    assert (tmp_path / "weights" / "model-0.pth").is_file()
+
+
+def test_little_shared_memory(flowers, tmp_path):
+    words = command("single", 1, "--data-path", str(flowers), "--epochs", "1")
+    script = ("mount -t tmpfs -o size=200k tmpfs /dev/shm && exec \"$@\"")
+    start = ["unshare", "-m", "sh", "-c", script, "sh"]
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("cannot make a mount namespace here")
+    from conftest import full_command
+    with Job(tmp_path / "given", *start, *full_command(words)) as job:
+        assert job.wait(60) == 1
+        assert "/dev/shm" in job.text() and "--workers 0" in job.text()
+    free = [word for word in full_command(words) if word not in ("--workers", "1")]
+    with Job(tmp_path / "chosen", *start, *free) as job:
+        assert job.wait(120) == 0, job.text()
+        assert "--workers 0" in job.text()
+
+
+def test_two_jobs_at_once_and_in_one_folder(flowers, tmp_path):
+    words = command("spawn", 2, "--data-path", str(flowers), *LONG)
+    with Job(tmp_path / "one", *words) as one, Job(tmp_path / "two", *words) as two:
+        one.wait_for("[epoch 1]")
+        two.wait_for("[epoch 1]")
+        third = command("single", 1, "--data-path", str(flowers), "--output-dir",
+                        str(tmp_path / "one"))
+        with Job(tmp_path / "three", *third) as job:
+            assert job.wait(90) == 1
+            assert "another run is writing" in job.text() and "--output-dir" in job.text()
+        assert one.process.poll() is None and two.process.poll() is None
+        for job in (one, two):
+            os.kill(job.process.pid, signal.SIGTERM)
+        assert one.wait(30) == two.wait(30) == 143
