@@ -11,7 +11,11 @@ from multi_train_utils.trainer import train
 
 
 def main(args):
-    """Train with ``args`` as parse_args gives them; each process of the launcher calls this."""
+    """Train with ``args`` as parse_args gives them; each process of the launcher calls this.
+
+    After a failure ``run`` ends the process at once: leaving the group in good order would wait
+    for peers that never come.
+    """
     init_distributed_mode(args)
     train(args)
     cleanup()

@@ -44,7 +44,8 @@ def main(args):
 
 def run_rank(rank, world_size, args):
     """Entry of a new process: a session of its own, so that Ctrl-C reaches it once, from main."""
-    os.setsid()
+    if hasattr(os, "setsid"):
+        os.setsid()
     run(lambda args: main_fun(rank, world_size, args), args)
 
 

@@ -86,8 +86,8 @@ def load_weights(model, path):
 def share_initial_weights(model, device, control):
     """Give every rank rank 0's initial weights, by a file in a private temporary folder.
 
-    A rank that cannot see the file, on another node, gets the values from
-    DistributedDataParallel's constructor. Rank 0 removes the file as soon as all have read it.
+    Where a rank cannot see the file, on another node, the values are sent to all. Rank 0 removes
+    the file as soon as all have read it.
     """
     folder = None
     try:
@@ -95,9 +95,11 @@ def share_initial_weights(model, device, control):
             folder = tempfile.mkdtemp(prefix="initial_weights_")
             torch.save(model.state_dict(), os.path.join(folder, "initial_weights.pt"))
         path = os.path.join(control.first(folder), "initial_weights.pt")
-        if control.rank > 0 and os.path.isfile(path):
+        seen = os.path.isfile(path)
+        if control.rank > 0 and seen:
             model.load_state_dict(torch.load(path, map_location=device, weights_only=True))
-        control.gather(None)
+        if not all(control.gather(seen)):
+            model.load_state_dict(control.first(model.state_dict()))
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -135,7 +137,7 @@ def written_whole(path):
     unfinished_files.add(temporary)
     try:
         yield temporary
-        with open(temporary, "rb") as file:
+        with open(temporary, "r+b") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
@@ -217,6 +219,10 @@ class Saver:
         self.wait()
         save(checkpoint, self.folder / "checkpoint.pth")
 
+    def busy(self):
+        """True while something is yet to be written."""
+        return self.queue.unfinished_tasks > 0
+
     def wait(self):
         """Until all is written; raises what went wrong there."""
         self.queue.join()
@@ -249,7 +255,7 @@ class Saver:
             self._remove_older(epoch)
 
     def _remove_older(self, epoch):
-        kept = range(epoch - max(self.keep, 0) + 1, epoch + 1)
+        kept = range(epoch - self.keep + 1, epoch + 1)
         for path in self.folder.glob("model-*.pth"):
             number = path.stem.removeprefix("model-")
             if number.isdecimal() and int(number) <= epoch and int(number) not in kept:

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from my_dataset import ImageError, image_size, open_image
 
 from .augmentation import Normalizer, crop_image, draw_crop, to_tensor, validation_image
+from .distributed_utils import say
 from .failures import signals_held_back
 from .train_eval_utils import progress
 
@@ -175,7 +176,8 @@ class Batches:
         return map(self.make, items) if self.stream is None else self.ahead(items)
 
     def ahead(self, items):
-        """Yield each batch once the next one is under way."""
+        """Yield a batch; once its step has been launched, start on the next one beside it."""
+        self.stream.wait_stream(torch.cuda.current_stream())  # what the batches are made from
         ready = self.started(next(items, None))
         while ready is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
@@ -193,6 +195,8 @@ class Batches:
 
 class StreamingData:
     """Images decoded by loader workers in every epoch; uint8 travels, the device normalises."""
+
+    in_memory = False
 
     def __init__(self, args, train, val, device):
         self.args, self.device, self.normalize = args, device, Normalizer(device)
@@ -269,10 +273,8 @@ def choose_workers(args):
             raise ValueError(f"{text}: use --workers 0 or fewer workers, a smaller --batch-size, "
                              "or give the container more (docker run --shm-size)")
         workers = 0
-        if args.rank == 0:
-            print(f"{text}: decoding in the training process instead (--workers 0)")
-    if args.rank == 0:
-        print(f"Using {workers} loader workers per process")
+        say(f"{text}: decoding in the training process instead (--workers 0)")
+    say(f"Using {workers} loader workers per process")
     return workers
 
 
@@ -316,6 +318,6 @@ def readable_images(train, val, args, control):
         total = len(train) + len(val)
         raise ValueError(f"{len(bad)} of {total} images cannot be read:\n{listing}\n"
                          "Repair or remove them, or leave them out with --skip-bad-images.")
-    if bad and args.rank == 0:
-        print(f"{len(bad)} bad images are left out (--skip-bad-images):\n{listing}")
+    if bad:
+        say(f"{len(bad)} bad images are left out (--skip-bad-images):\n{listing}")
     return (train.without(bad), val.without(bad)) if bad else (train, val)

@@ -26,6 +26,7 @@ from .data_pipeline import (
     send,
     worker_context,
 )
+from .distributed_utils import say
 from .failures import finish_slow_imports, signals_held_back
 from .train_eval_utils import progress
 
@@ -71,8 +72,7 @@ def fits(train, val, args, device, control):
     if too_large and args.data_cache == "device":
         raise ValueError(f"--data-cache device: the set does not fit ({text}). Use --data-cache "
                          "auto, which streams the images instead.")
-    if args.rank == 0:
-        print(f"Data: {'streamed from disk' if too_large else 'kept on the GPU'} ({text})")
+    say(f"Data: {'streamed from disk' if too_large else 'kept on the GPU'} ({text})")
     return not too_large
 
 
@@ -132,7 +132,9 @@ class DeviceData:
     it to cut. The crops of the next batch are computed beside the current step.
     """
 
-    def __init__(self, args, train, val, device):
+    in_memory = True
+
+    def __init__(self, args, train, val, device, control):
         self.args, self.device, self.train = args, device, train
         self.normalize = Normalizer(device)
         self.sampler = EpochSampler(train, args.world_size, args.rank, args.seed)
@@ -144,10 +146,10 @@ class DeviceData:
                                self._batch, device)
         workers = choose_workers(args)
         finish_slow_imports()  # workers are forked next: not in the middle of an import
-        self._load_training_images(workers)
+        self._load_training_images(workers, control)
         self._load_validation_images(val, workers)
 
-    def _load_training_images(self, workers):
+    def _load_training_images(self, workers, control):
         """Fill the flat buffer: rank after rank, each rank's share in a row."""
         ranks = range(self.args.world_size)
         shares = [range(rank, len(self.train), len(ranks)) for rank in ranks]
@@ -160,6 +162,7 @@ class DeviceData:
         for image in decoded(images, self.args, workers, "decoding images", first, 1):
             self.pixels[begin:begin + len(image)].copy_(image)
             begin += len(image)
+        control.gather(None)  # one node's disk may be minutes slower than NCCL is patient
         for rank, share in enumerate(shares if len(ranks) > 1 else ()):
             end = self.first_pixel[share[-1]] + math.prod(self.stored[share[-1]])
             dist.broadcast(self.pixels[self.first_pixel[share[0]]:end], src=rank)
@@ -192,7 +195,7 @@ class DeviceData:
         return crop_batch(self.pixels, table, self.window, self.args.image_size), labels
 
     def close(self):
-        """Nothing to end: the threads ended with the decoding."""
+        """Nothing to end: the workers ended with the decoding."""
 
     def example(self):
         """A batch to warm up with: real images, the first of the list."""

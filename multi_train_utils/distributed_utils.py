@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -35,6 +36,12 @@ def get_rank():
 def is_main_process():
     """True in the one process that prints, logs and writes files."""
     return get_rank() == 0
+
+
+def say(text):
+    """Print on rank 0 alone, at once also where the output is a file."""
+    if is_main_process():
+        print(text, flush=True)
 
 
 def reduce_value(value, average=True):
@@ -135,7 +142,7 @@ def select_gpu(device, local_rank, local_world_size):
             raise ValueError(f"--device {device}: {count} visible GPU(s), numbered from 0. Choose "
                              "another, set CUDA_VISIBLE_DEVICES, or train with --device cpu.")
         return index
-    if count == 1 and "SLURM_PROCID" in os.environ:
+    if count == 1 and "SLURM_PROCID" in os.environ and "RANK" not in os.environ:
         return 0  # --gpus-per-task: each task sees its own GPU, and calls it 0
     if local_world_size > count:
         raise ValueError(f"{local_world_size} processes on this machine, {count} visible GPU(s): "
@@ -231,7 +238,9 @@ def join_store(args):
                                            timeout=timedelta(seconds=limit)))
     except (dist.DistError, RuntimeError, OSError) as error:
         raise join_error(args, where, limit, error) from error
-    store = dist.PrefixStore("multi_train", store)
+    # torchrun keeps its store over restarts: what ranks of an earlier attempt left must not count.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"multi_train/{attempt}", store)
     wait_for_all(store, "joined", args.rank, args.world_size, limit)
     return store
 
@@ -254,16 +263,17 @@ def wait_for_all(store, name, rank, world_size, limit):
     """Wait on the host until every rank has come to the point ``name``.
 
     Unlike a barrier it has its own time limit (``limit`` seconds), keeps the GPU free, and knows
-    who is missing: ``TimeoutError`` says which ranks.
+    who is missing: ``TimeoutError`` says which ranks. ``ConnectionAbortedError`` where a rank has
+    noted its failure in the store under "failure".
     """
     keys = [f"{name}/{peer}" for peer in range(world_size)]
     store.set(keys[rank], "here")
-    try:
-        store.wait(keys, timedelta(seconds=limit))
-    except (dist.DistStoreError, RuntimeError) as error:
-        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            return
-        raise TimeoutError(
-            f"{world_size - len(missing)} of {world_size} ranks came to '{name}' within {limit:g} "
-            f"s; missing: rank {', '.join(map(str, missing))}") from error
+    end = time.monotonic() + limit
+    while not store.check(keys):
+        if store.check(["failure"]):
+            raise ConnectionAbortedError("another rank has failed")
+        if time.monotonic() > end:
+            missing = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+            raise TimeoutError(f"{world_size - len(missing)} of {world_size} ranks came to "
+                               f"'{name}' within {limit:g} s; missing: rank {', '.join(missing)}")
+        time.sleep(0.05)

@@ -34,11 +34,11 @@ unfinished_files = set()
 
 
 class Interrupted(Exception):
-    """A signal stopped the run in good order; ``message`` (rank 0's, may be None) says what now."""
+    """A signal stopped the run in good order."""
 
-    def __init__(self, signum, message=None):
-        super().__init__(signum, message)
-        self.signum, self.message = signum, message
+    def __init__(self, signum):
+        super().__init__(signum)
+        self.signum = signum
 
 
 class PeerFailed(Exception):
@@ -62,8 +62,6 @@ def run(main, args):
         main(args)
         leave(0)  # nothing is left to do: taking down a CUDA context in good order takes a second
     except Interrupted as stop:
-        if stop.message:
-            print(stop.message, flush=True)
         leave(128 + stop.signum)
     except KeyboardInterrupt:
         leave(128 + signal.SIGINT)
@@ -98,7 +96,8 @@ def report(error, args):
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             speak(error, args)
         else:
-            time.sleep(2)
+            time.sleep(2)  # a launcher has ended this rank by then
+            speak(error, args)
         return
     lost = isinstance(error, PeerFailed) or is_lost_peer(error)
     try:
@@ -147,7 +146,7 @@ def raised_here(error):
 
 def is_lost_peer(error):
     """True for the errors by which a collective tells that a peer is gone or silent."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, (dist.DistError, ConnectionAbortedError)):
         return True
     signs = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Socket")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
@@ -308,6 +307,9 @@ def host_store(wanted=None):
 @contextlib.contextmanager
 def signals_held_back():
     """Processes started inside never receive SIGINT or SIGTERM: only the trainer decides."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     old = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -24,12 +24,19 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to each option's help where there is one to tell."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def parse_args(script, argv=None):
     """The options of a training script as a namespace; exit status 2 for wrong usage.
 
     ``script`` is "single", "launch" or "spawn"; ``argv`` the words (default: the command's own).
     """
-    parser = Parser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(allow_abbrev=False, formatter_class=HelpFormatter)
     add_data_options(parser)
     add_training_options(parser)
     add_speed_options(parser)
@@ -98,7 +105,7 @@ def add_run_options(parser):
     group.add_argument("--resume", metavar="PATH|auto",
                        help="go on from a checkpoint.pth; auto: from weights/checkpoint.pth of the "
                             "output folder if it is there, else start afresh")
-    group.add_argument("--keep", type=natural_int, metavar="N",
+    group.add_argument("--keep", type=positive_int, metavar="N",
                        help="how many model-{epoch}.pth stay (default: all)")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from .checkpoints import read_torch_file
+from .distributed_utils import say
 
 # Other values would not fit the saved tensors, or train another network without a word.
 MUST_AGREE = ("model", "image_size", "freeze_layers")
@@ -31,19 +32,14 @@ def read(args, control, classes, train_images):
     if path == "auto":
         path = str(Path(args.output_dir) / "weights" / "checkpoint.pth")
         if not control.first(os.path.isfile(path)):
-            if args.rank == 0:
-                print(f"--resume auto: {path} is not there, starting afresh", flush=True)
+            say(f"--resume auto: {path} is not there, starting afresh")
             return None
-    seen = control.gather(os.path.isfile(path))
-    checkpoint = read_torch_file(path) if args.rank == 0 or seen[args.rank] else None
-    if not all(seen):  # another node without a shared folder: rank 0 sends what it has read
-        checkpoint = control.first(checkpoint)
+    # Rank 0 reads for all: without a shared folder another node may hold an older file.
+    checkpoint = control.first(read_torch_file(path) if args.rank == 0 else None)
     check(checkpoint, path, args, classes, train_images)
-    if args.rank == 0:
-        for line in notices(checkpoint, args):
-            print(line, flush=True)
-        print(f"Going on from {path}: epoch {checkpoint['epoch']}, "
-              f"{checkpoint['position']} images done", flush=True)
+    for line in notices(checkpoint, args):
+        say(line)
+    say(f"Going on from {path}: epoch {checkpoint['epoch']}, {checkpoint['position']} images done")
     return checkpoint
 
 

@@ -112,15 +112,15 @@ def confusion_figure(confusion, names):
     """The confusion matrix as a matplotlib figure, coloured by the share of each true class."""
     from matplotlib.figure import Figure
     shares = [[count / max(1, sum(row)) for count in row] for row in confusion]
-    side = max(4.0, 1.2 + 0.6 * len(names))
+    side = min(20.0, max(4.0, 1.2 + 0.6 * len(names)))  # inches: a canvas of gigabytes otherwise
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.add_subplot()
     picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(picture, label="share of the true class")
     axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="predicted class",
              ylabel="true class", title="Validation images")
-    axes.set_xticklabels(names, rotation=45, ha="right")
-    axes.set_yticklabels(names)
+    axes.set_xticklabels(names, rotation=45, ha="right", parse_math=False)
+    axes.set_yticklabels(names, parse_math=False)
     if len(names) <= 30:
         for row, counts in enumerate(confusion):
             for column, count in enumerate(counts):

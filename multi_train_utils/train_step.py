@@ -20,9 +20,13 @@ def make_optimizer(model, args, device):
     """
     on_gpu = device.type == "cuda"
     rate = torch.tensor(args.lr, device=device) if on_gpu else args.lr
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate,
-                           momentum=0.9, weight_decay=args.weight_decay, nesterov=args.nesterov,
-                           fused=on_gpu or None)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate,
+                                momentum=0.9, weight_decay=args.weight_decay,
+                                nesterov=args.nesterov, fused=on_gpu or None)
+    for parameter in optimizer.param_groups[0]["params"]:
+        # Made by the first step otherwise, uninitialised where fp16 leaves that step out.
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def set_learning_rate(optimizer, rate):
@@ -60,9 +64,6 @@ class TrainStep:
         self.scaler.update()
         return loss.detach()
 
-    def release(self):
-        """Let go of what must go before the process group does; nothing where nothing is held."""
-
     def state(self):
         """Everything that a step changes, as live tensors in nested dicts."""
         model = getattr(self.model, "module", self.model)
@@ -75,23 +76,20 @@ class TrainStep:
         model.load_state_dict(state["model"])
         with torch.no_grad():
             load_momentum(self.optimizer, state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty where the checkpoint's run needed none
+            self.scaler.load_state_dict(state["scaler"])
 
 
 def load_momentum(optimizer, state):
-    """Set SGD's momentum in place; zeros where ``state`` has none, as before the first step.
+    """Set SGD's momentum in place from a state dict of the same optimiser.
 
     ``optimizer.load_state_dict`` would put new tensors in place of those that a captured step
     writes to. The learning rate is not taken over: it follows from the schedule.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
-        saved = state["state"].get(number, {}).get("momentum_buffer")
-        own = optimizer.state[parameter].get("momentum_buffer")
-        if own is None and saved is not None:
-            own = optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter)
-        if own is not None:
-            own.copy_(saved) if saved is not None else own.zero_()
+        saved = state["state"][number]["momentum_buffer"]
+        optimizer.state[parameter]["momentum_buffer"].copy_(saved)
 
 
 def warm_up(step, batch, steps):

@@ -28,6 +28,7 @@ from .checkpoints import (
     write_error,
 )
 from .data_pipeline import ImageList, StreamingData, allowed_cpus, readable_images
+from .distributed_utils import say
 from .failures import Control, Interrupted, PeerFailed, SignalWatch, finish_slow_imports
 from .options import DEFAULT_WEIGHTS
 from .run_log import RunLog
@@ -50,21 +51,16 @@ def train(args):
         data = choose_data(args, train_images, val_images, device, control)
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         model = make_model(args, len(classes), device, control, checkpoint, stream)
-        step = make_step(args, model, data, device, control, checkpoint, stream)
-        run = Run(args, device, control, signals, data, model, step, classes,
+        step, replay = make_step(args, model, data, device, control, checkpoint, stream)
+        run = Run(args, device, control, signals, data, model, step, replay, classes,
                   resume.list_print(train_images))
         if checkpoint is not None:
             run.go_on_from(checkpoint)
         finish_slow_imports()  # loader workers are forked next: not in the middle of an import
         run.all_epochs()
         data.close()
-        step.call.release()
-
-
-def say(args, text):
-    """Print on rank 0 alone, at once also where the output is a file."""
-    if args.rank == 0:
-        print(text, flush=True)
+        if isinstance(replay, CapturedStep):
+            replay.release()
 
 
 def settle(args, device):
@@ -81,8 +77,8 @@ def settle(args, device):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if args.dist_backend is not None:
-        say(args, f"Process group: {args.world_size} processes, backend {args.dist_backend}, "
-                  f"device {args.device}")
+        say(f"Process group: {args.world_size} processes, backend {args.dist_backend}, "
+            f"device {args.device}")
     elif args.rank == 0:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         print(f"Training on {device} ({name})", flush=True)
@@ -138,6 +134,7 @@ def read_images(args, control):
     # class_indices.json is written once all else is checked: beside older weights it would lie.
     train_part, val_part, _ = read_split_data(args.data_path, class_indices=None,
                                               quiet=args.rank > 0)
+    check_same_lists(train_part, val_part, control)
     train_images, val_images = readable_images(ImageList(*train_part), ImageList(*val_part), args,
                                                control)
     needed = args.batch_size * args.world_size
@@ -153,10 +150,23 @@ def read_images(args, control):
     return train_images, val_images, names
 
 
+def check_same_lists(train_part, val_part, control):
+    """Raise ``ValueError`` where a rank, on another machine, sees other files than rank 0."""
+    prints = control.gather([resume.list_print(ImageList(*part))
+                             for part in (train_part, val_part)])
+    others = [rank for rank, value in enumerate(prints) if value != prints[0]]
+    if others:
+        counts = prints[others[0]]
+        raise ValueError(f"rank {others[0]} sees other images than rank 0: "
+                         f"{counts[0]['count']} for training and {counts[1]['count']} for "
+                         f"validation there, {prints[0][0]['count']} and {prints[0][1]['count']} "
+                         "here, or other names. --data-path must hold the same set everywhere.")
+
+
 def choose_data(args, train_images, val_images, device, control):
     """Images in GPU memory where they fit there, else streamed from disk."""
     if device_data.fits(train_images, val_images, args, device, control):
-        return device_data.DeviceData(args, train_images, val_images, device)
+        return device_data.DeviceData(args, train_images, val_images, device, control)
     return StreamingData(args, train_images, val_images, device)
 
 
@@ -176,10 +186,10 @@ def make_model(args, num_classes, device, control, checkpoint, stream):
     if not args.distributed:
         return model
     if args.syncBN and device.type == "cpu":
-        say(args, "SyncBatchNorm exists on GPUs only: ordinary BatchNorm is used, each process "
-                  "with the statistics of its own batch")
+        say("SyncBatchNorm exists on GPUs only: ordinary BatchNorm is used, each process "
+            "with the statistics of its own batch")
     elif args.syncBN and args.freeze_layers:
-        say(args, "--freeze-layers: BatchNorm is frozen too, SyncBatchNorm is not needed")
+        say("--freeze-layers: BatchNorm is frozen too, SyncBatchNorm is not needed")
     elif args.syncBN:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return wrap_model(model, args, stream)
@@ -196,6 +206,8 @@ def wrap_model(model, args, stream):
     names = inspect.signature(wrapper).parameters  # torch 2.14 has a new name for it
     options["forward_sync_buffers" if "forward_sync_buffers" in names else
             "broadcast_buffers"] = False
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         return wrapper(model, **options)
 
@@ -204,38 +216,37 @@ def give_initial_weights(args, model, control):
     """From ``--weights``, or from scratch with rank 0's random values on all ranks."""
     path = args.weights
     if path is None:
-        exists = control.first(os.path.isfile(DEFAULT_WEIGHTS))
+        exists = args.model == "resnet34" and control.first(os.path.isfile(DEFAULT_WEIGHTS))
         path = DEFAULT_WEIGHTS if exists else ""
         if not exists:
-            say(args, f"{DEFAULT_WEIGHTS} is not here: training from scratch (python "
-                      "prepare_data.py weights fetches ImageNet's, --weights names a file)")
+            say(f"{DEFAULT_WEIGHTS}, for the model resnet34, is not here: training from scratch "
+                "(python prepare_data.py weights fetches ImageNet's, --weights names a file)")
     if path:
         for line in load_weights(model, path):
-            say(args, line)
+            say(line)
     else:
         if args.freeze_layers:
-            say(args, "warning: --freeze-layers without weights trains a head on random features")
+            say("warning: --freeze-layers without weights trains a head on random features")
         share_initial_weights(model, "cpu", control)
 
 
 def make_step(args, model, data, device, control, checkpoint, stream):
-    """The training step: captured as a CUDA graph where that is possible, else eager."""
+    """(TrainStep, what to call for each batch): the step captured as a CUDA graph, or itself."""
     optimizer = make_optimizer(model, args, device)
     step = TrainStep(model, optimizer, data.prepare, device, args.amp, args.label_smoothing)
     reason = why_not_captured(args, device)
     if reason is not None:
-        say(args, f"Training step: launched kernel by kernel ({reason})")
+        say(f"Training step: launched kernel by kernel ({reason})")
         if checkpoint is not None and args.distributed:
             # DistributedDataParallel reorders its buckets after the first step, and with them the
             # order of sums: be where the interrupted run was.
             warm_up(step, data.example(), 1)
-        step.call = step
-        return step
+        return step, step
     began = time.perf_counter()
-    step.call = CapturedStep(step, data.example(), stream)
-    say(args, f"Training step: captured as one CUDA graph after {WARM_UP_STEPS} warm-up steps "
-              f"({time.perf_counter() - began:.1f} s)")
-    return step
+    replay = CapturedStep(step, data.example(), stream)
+    say(f"Training step: captured as one CUDA graph after {WARM_UP_STEPS} warm-up steps "
+        f"({time.perf_counter() - began:.1f} s)")
+    return step, replay
 
 
 def why_not_captured(args, device):
@@ -264,49 +275,57 @@ def learning_rate(args, epoch, progress=0.0):
 class Run:
     """The epochs of a run: where it stands, and what is printed, logged and saved of it."""
 
-    def __init__(self, args, device, control, signals, data, model, step, classes, list_print):
+    def __init__(self, args, device, control, signals, data, model, step, replay, classes,
+                 list_print):
         self.args, self.device, self.control, self.signals = args, device, control, signals
-        self.data, self.model, self.step, self.classes = data, model, step, classes
+        self.data, self.model, self.step, self.replay = data, model, step, replay
+        self.classes = classes
         self.list_print = list_print
         self.epoch, self.position = 0, 0  # position: images of the epoch done, over all ranks
         self.past_loss = (0.0, 0)
         self.best = -1.0
         self.run_name = None
         self.confusion = None
+        self.log = self.saver = None  # rank 0's
 
     def go_on_from(self, checkpoint):
         """Stand where the checkpoint was written."""
         self.step.load_state(checkpoint)
         self.epoch, self.position = checkpoint["epoch"], checkpoint["position"]
         self.past_loss = checkpoint["loss_sum"], checkpoint["loss_images"]
-        self.best, self.run_name = checkpoint["best_accuracy"], checkpoint["run"]
+        self.run_name = checkpoint["run"]
+        if os.path.exists(Path(self.args.output_dir) / "weights" / "best.pth"):
+            self.best = checkpoint["best_accuracy"]
         resume.set_random_state(checkpoint["random_states"], self.args.rank)
 
     def all_epochs(self):
         """Train, validate, record and save, epoch after epoch."""
         args = self.args
         if self.epoch >= args.epochs:
-            return say(args, f"Nothing left to do: {self.epoch} of {args.epochs} epochs are done")
+            say(f"Nothing left to do: {self.epoch} of {args.epochs} epochs are done")
+            return
         self.announce()
-        self.saver = Saver(Path(args.output_dir) / "weights", args.keep) if args.rank == 0 else None
+        if args.rank == 0:
+            self.saver = Saver(Path(args.output_dir) / "weights", args.keep)
         self.signals.deferred = True
         self.control.gather(None)
         self.control.starting = False
         while self.epoch < args.epochs:
             self.one_epoch()
+        while self.control.largest(int(self.saver is not None and self.saver.busy()))[0]:
+            time.sleep(0.1)  # nobody leaves, and nobody loses patience, while rank 0 still saves
         if self.saver is not None:
             self.saver.wait()
-        self.control.gather(None)  # nobody leaves while rank 0 may still fail to save
+        self.control.gather(None)
         self.finish()
 
     def announce(self):
         """What a reader of the log wants to know before the first epoch; opens the records."""
         args = self.args
-        say(args, f"Learning rate: {args.lr:g} x {args.world_size} processes = "
-                  f"{args.lr * args.world_size:g}")
+        say(f"Learning rate: {args.lr:g} x {args.world_size} processes = "
+            f"{args.lr * args.world_size:g}")
         names = self.control.gather(torch.cuda.get_device_name(self.device)
                                     if self.device.type == "cuda" else "cpu")
-        self.log = None
         if args.rank == 0:
             write_class_indices(self.classes, Path(args.output_dir) / "class_indices.json")
             self.log = RunLog(args.output_dir, self.run_name, self.epoch)
@@ -321,12 +340,12 @@ class Run:
         """One epoch from its first image, or from where a resumed run stands, to its files."""
         start = time.perf_counter()
         batches = self.data.train_batches(self.epoch, self.position)
-        self.start, self.steps_total = self.position, len(batches)
+        self.start = self.position
         loss_sum, images = self.past_loss if self.args.rank == 0 else (0.0, 0)
         self.meter = EpochMeter(self.device, loss_sum, images)
-        set_learning_rate(self.step.optimizer, learning_rate(self.args, self.epoch))
+        set_learning_rate(self.step.optimizer, self.rate_after(self.position))
         loss = train_one_epoch(self.model, self.step.optimizer, batches, self.device, self.epoch,
-                               step=self.step.call, meter=self.meter,
+                               step=self.replay, meter=self.meter,
                                before_step=self.before_step, after_step=self.after_step)
         self.check_losses(self.meter.last_bad())
         trained = time.perf_counter() - start
@@ -341,9 +360,12 @@ class Run:
         """The learning rate changes per step while it warms up."""
         if self.epoch < self.args.warmup_epochs:
             done = self.start + (len(self.meter.batch_sizes) + 1) * self.global_batch()
-            per_epoch = len(self.data.sampler.dataset) // self.global_batch() * self.global_batch()
-            set_learning_rate(self.step.optimizer,
-                              learning_rate(self.args, self.epoch, min(1.0, done / per_epoch)))
+            set_learning_rate(self.step.optimizer, self.rate_after(done))
+
+    def rate_after(self, images):
+        """The learning rate once ``images`` of the epoch are done."""
+        per_epoch = len(self.data.sampler.dataset) // self.global_batch() * self.global_batch()
+        return learning_rate(self.args, self.epoch, min(1.0, images / per_epoch))
 
     def after_step(self):
         """Agree with all ranks: a loss that is not finite, or a signal, ends the run here."""
@@ -381,15 +403,14 @@ class Run:
         sums = self.control.gather(self.meter.totals())
         self.past_loss = sum(loss for loss, _ in sums), sum(images for _, images in sums)
         state = self.checkpoint()
-        message = None
         if self.saver is not None:
             self.saver.save_now(state)
             self.log.close()
-            message = (f"Stopped by {signal.Signals(signum).name} in epoch {self.epoch} after "
-                       f"{self.position} images; all is saved. Go on with:\n"
-                       f"    {resume.command(self.args)}")
+            print(f"Stopped by {signal.Signals(signum).name} in epoch {self.epoch} after "
+                  f"{self.position} images; all is saved. Go on with:\n"
+                  f"    {resume.command(self.args)}", flush=True)
         self.control.gather(None)  # the others wait for the file: leaving would end rank 0 too
-        raise Interrupted(signum, message)
+        raise Interrupted(signum)
 
     def validate(self):
         """(correct, total) over all validation images, on what will be saved."""
@@ -404,16 +425,16 @@ class Run:
 
     def until_stopped(self, batches):
         """The batches; between them the ranks agree whether a signal came."""
-        batches, longest = iter(batches), None
-        if self.device.type == "cuda":
+        if self.data.in_memory:
             yield from batches  # a matter of milliseconds: the next step will see the signal
             return
+        batches = iter(batches)
         while True:
             batch = next(batches, None)
-            signum, longest = self.control.largest(self.signals.received, int(batch is not None))
+            signum, any_left = self.control.largest(self.signals.received, int(batch is not None))
             if signum:
                 self.stop(signum)
-            if not longest:
+            if not any_left:
                 return
             if batch is not None:
                 yield batch
