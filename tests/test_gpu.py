@@ -276,7 +276,7 @@ def test_crops_of_photos_are_those_of_pillow(device, image_size):
     set_single_process(args)
     lists = (ImageList(map(str, part), [0] * len(part)) for part in (photos, photos[:2]))
     train, val = readable_images(*lists, args, Control(args))
-    data = DeviceData(args, train, val, torch.device(device))
+    data = DeviceData(args, train, val, torch.device(device), Control(args))
     images, _ = next(iter(data.train_batches(epoch=3)))
 
     stored, expected = StoredImages(train, data.stored), []
