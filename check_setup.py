@@ -477,9 +477,9 @@ def spawn_workers(world_size: int, backend: str, seconds: float) -> int:
 
     import torch.multiprocessing as mp
 
-    from multi_train_utils.failures import free_port
+    from multi_train_utils.failures import host_store
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ["MASTER_PORT"] = str(free_port())
+    store = host_store()  # the workers meet here
     context = mp.get_context("spawn")
     processes = [context.Process(target=spawned_worker, args=(rank, world_size, backend, seconds))
                  for rank in range(world_size)]
@@ -491,6 +491,7 @@ def spawn_workers(world_size: int, backend: str, seconds: float) -> int:
         if any(process.exitcode for process in processes):
             for process in processes:
                 process.terminate()
+    del store
     return int(any(process.exitcode for process in processes))
 
 

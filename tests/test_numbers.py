@@ -271,6 +271,7 @@ def test_each_rank_reads_other_images_in_each_epoch(flowers, tmp_path):
     for line in log.read_text().splitlines():
         rank, _, path = line.partition(" ")
         seen[rank].add(path)
-    # The header check reads half of all 75 images, training 30 of 60 in a fixed order: 68 at most.
+    # The header check reads half of the images. With a shuffle that stands still training reads 30
+    # of 60, so about 53 of 75 in all; in four other orders nearly all of its own 60.
     for files in seen.values():
-        assert len(files) > 68
+        assert len(files) > 62
