@@ -7,6 +7,7 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -222,6 +223,12 @@ class Saver:
     def busy(self):
         """True while something is yet to be written."""
         return self.queue.unfinished_tasks > 0
+
+    def finish(self, limit=5.0):
+        """After a failure: give what is being written ``limit`` seconds to reach the disk."""
+        end = time.monotonic() + limit
+        while self.busy() and time.monotonic() < end:
+            time.sleep(0.05)
 
     def wait(self):
         """Until all is written; raises what went wrong there."""

@@ -310,8 +310,13 @@ class Run:
         self.signals.deferred = True
         self.control.gather(None)
         self.control.starting = False
-        while self.epoch < args.epochs:
-            self.one_epoch()
+        try:
+            while self.epoch < args.epochs:
+                self.one_epoch()
+        except Exception:
+            if self.saver is not None:
+                self.saver.finish()  # the last whole epoch is not lost with this one
+            raise
         while self.control.largest(int(self.saver is not None and self.saver.busy()))[0]:
             time.sleep(0.1)  # nobody leaves, and nobody loses patience, while rank 0 still saves
         if self.saver is not None:

@@ -72,16 +72,27 @@ class Job:
             pytest.fail(f"not over after {seconds} s:\n{self.text()}")
 
     def ranks(self):
-        """Process ids of the ranks, by rank, as their environment tells."""
+        """Process ids of the ranks, by rank, as their environment or their order tells."""
+        spawned = [pid for pid in descendants(self.process.pid)
+                   if b"spawn_main" in cmdline(pid) and parent(pid) == self.process.pid]
+        if spawned:
+            return spawned
         found = {}
         for pid in descendants(self.process.pid):
             with contextlib.suppress(OSError):
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                parent_is_rank = os.getppid() and parent(pid) in found.values()
+                parent_is_rank = parent(pid) in found.values()
                 for word in environment:
                     if word.startswith(b"RANK=") and not parent_is_rank:
                         found.setdefault(int(word[5:]), pid)
         return [found[rank] for rank in sorted(found)]
+
+
+def cmdline(pid):
+    """The command line of a process, empty where it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def parent(pid):
