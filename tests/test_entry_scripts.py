@@ -24,7 +24,7 @@ GROUP_WORDS = set("""
     from import as def return in for if not and while with any all True False None lambda
     multi_train_utils distributed_utils failures
     set_single_process init_distributed_mode cleanup
-    os environ update setdefault setsid RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+    os environ update setdefault hasattr setsid RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
     MASTER_ADDR master_port 127.0.0.1 str host_store store del
     torch multiprocessing mp get_context spawn context Process target
     processes process start alive is_alive exitcode connection wait sentinel timeout 0.2
