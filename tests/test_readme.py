@@ -137,4 +137,4 @@ def test_the_batch_file_is_valid_shell(tmp_path):
     (tmp_path / "job.sh").write_text(block, encoding="utf-8")
     assert subprocess.run(["bash", "-n", tmp_path / "job.sh"]).returncode == 0
     assert block.startswith("#!")  # else sbatch refuses it
-    assert block.splitlines()[-1].startswith("srun python train_multi_gpu_using_launch.py")
+    assert block.splitlines()[-1].startswith("srun --kill-on-bad-exit=1 python train_multi_gpu")
