@@ -68,7 +68,8 @@ def test_every_line_with_options_has_known_ones():
     for script in ("predict.py", "plot_results.py", "check_setup.py", "prepare_data.py"):
         known |= set(re.findall(r'"(--[\w-]+)"', (ROOT / script).read_text(encoding="utf-8")))
     launchers = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_id", "--rdzv_backend",
-                 "--rdzv_endpoint", "--max-restarts", "--master_port", "--logdir", "--shm-size"}
+                 "--rdzv_endpoint", "--max-restarts", "--master_port", "--logdir", "--shm-size",
+                 "--kill-on-bad-exit"}
     slurm = set(re.findall(r"#SBATCH (--[\w-]+)", README))
     assert set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]+", README)) <= known | launchers | slurm
 
