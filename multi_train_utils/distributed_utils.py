@@ -38,6 +38,11 @@ def is_main_process():
     return get_rank() == 0
 
 
+def is_first_on_machine():
+    """True in the process that speaks for its machine before there is a group."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
 def say(text):
     """Print on rank 0 alone, at once also where the output is a file."""
     if is_main_process():
@@ -102,10 +107,14 @@ def init_distributed_mode(args):
 def cleanup(limit=10.0):
     """Leave the process group; does nothing where there is none.
 
-    Waits ``limit`` seconds at most: taking down NCCL waits for peers and for captured graphs, and
-    by then the work is done.
+    Waits ``limit`` seconds at most for NCCL, which waits for peers and for captured graphs while
+    the work is done by then; gloo leaves at once.
     """
-    if is_dist_avail_and_initialized():
+    if not is_dist_avail_and_initialized():
+        return
+    if dist.get_backend() != "nccl":
+        dist.destroy_process_group()
+    else:
         thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
         thread.start()
         thread.join(limit)

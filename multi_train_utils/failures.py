@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from .distributed_utils import wait_for_all
+from .distributed_utils import is_first_on_machine, wait_for_all
 
 DEADLINE = 10.0  # seconds between a signal and the end, saved or not
 PROJECT = Path(__file__).resolve().parents[1]
@@ -93,11 +93,9 @@ def report(error, args):
     store, world_size = getattr(args, "store", None), getattr(args, "world_size", 1)
     if store is None:
         # No group yet: ranks of a machine fail alike, so one of them speaks.
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
-            speak(error, args)
-        else:
+        if not is_first_on_machine():
             time.sleep(2)  # a launcher has ended this rank by then
-            speak(error, args)
+        speak(error, args)
         return
     lost = isinstance(error, PeerFailed) or is_lost_peer(error)
     try:

@@ -2,13 +2,12 @@
 
 import argparse
 import math
-import os
 import sys
 import time
 
 from model import MODELS
 
-from .distributed_utils import STARTUP_TIMEOUT, TIMEOUT
+from .distributed_utils import STARTUP_TIMEOUT, TIMEOUT, is_first_on_machine
 
 DEFAULT_WEIGHTS = "resNet34.pth"
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -18,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that reports wrong usage once, not once per rank."""
 
     def error(self, message):
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
+        if not is_first_on_machine():
             time.sleep(2)  # the first to leave has the others ended: let rank 0 speak first
             sys.exit(2)
         super().error(message)

@@ -79,9 +79,9 @@ def settle(args, device):
     if args.dist_backend is not None:
         say(f"Process group: {args.world_size} processes, backend {args.dist_backend}, "
             f"device {args.device}")
-    elif args.rank == 0:
+    else:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        print(f"Training on {device} ({name})", flush=True)
+        say(f"Training on {device} ({name})")
 
 
 @contextlib.contextmanager
