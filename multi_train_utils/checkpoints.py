@@ -176,29 +176,44 @@ def link_or_copy(source, target):
 
 
 def snapshot(value):
-    """A deep copy on the CPU of nested dicts and lists of tensors; safe to write later."""
+    """A copy of nested dicts and lists of tensors, each where it lies, that later steps leave be.
+
+    Within a GPU's memory that takes a millisecond; the way to the CPU, a hundred times longer, is
+    the saver's.
+    """
+    return each_tensor(value, copied)
+
+
+def copied(tensor):
+    """A copy in the same memory, or on the CPU where a GPU's is full."""
+    try:
+        return tensor.detach().clone()
+    except torch.cuda.OutOfMemoryError:
+        return tensor.detach().cpu()
+
+
+def each_tensor(value, change):
+    """The same nested dicts and lists with ``change(tensor)`` in place of each tensor."""
     if isinstance(value, dict):
-        return {key: snapshot(item) for key, item in value.items()}
+        return {key: each_tensor(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [snapshot(item) for item in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_cuda:
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        return host.copy_(value, non_blocking=True)
-    return value.detach().clone()
+        return [each_tensor(item, change) for item in value]
+    return change(value) if isinstance(value, torch.Tensor) else value
 
 
 class Saver:
     """Writes each epoch's files beside the next epochs, from a copy, in a thread of its own.
 
     Every model-{epoch}.pth is written. Where the disk is slower than an epoch, checkpoint.pth skips
-    epochs, never the last one; training waits only once three epochs are yet to be written.
+    epochs, never the last one; training waits only once three epochs are yet to be written, whose
+    copies lie in the GPU's memory until their turn.
     """
 
     def __init__(self, folder, keep=None):
         self.folder, self.keep, self.error = Path(folder), keep, None
-        self.queue = queue.Queue(maxsize=3)
+        self.queue = queue.Queue(maxsize=2)
+        # Of its own, so that copies to the CPU do not stand in line behind the next epoch's steps.
+        self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -213,12 +228,12 @@ class Saver:
         ``checkpoint`` is a snapshot(); its "model" entry is the plain state dict.
         """
         self._raise_error()
-        self.queue.put((epoch, checkpoint, best))
+        self.queue.put((epoch, checkpoint, best, self._mark()))
 
     def save_now(self, checkpoint):
         """Write checkpoint.pth alone, before returning: a run stopped in the middle of an epoch."""
         self.wait()
-        save(checkpoint, self.folder / "checkpoint.pth")
+        save(self._on_cpu(checkpoint, self._mark()), self.folder / "checkpoint.pth")
 
     def busy(self):
         """True while something is yet to be written."""
@@ -251,7 +266,19 @@ class Saver:
             finally:
                 self.queue.task_done()
 
-    def _write(self, epoch, checkpoint, best):
+    def _mark(self):
+        """Marks, on the GPU, the moment when the snapshot is complete."""
+        return self.stream and torch.cuda.current_stream().record_event()
+
+    def _on_cpu(self, checkpoint, copied):
+        if self.stream is None:
+            return checkpoint
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(copied)
+            return each_tensor(checkpoint, lambda tensor: tensor.cpu().contiguous())
+
+    def _write(self, epoch, checkpoint, best, copied):
+        checkpoint = self._on_cpu(checkpoint, copied)
         weights = self.folder / f"model-{epoch}.pth"
         save(checkpoint["model"], weights)
         if best:

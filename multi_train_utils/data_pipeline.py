@@ -214,6 +214,9 @@ class StreamingData:
             sampler=ShareSampler(val_set, args.world_size, args.rank), **common),
             self.on_device, device)
 
+    def load(self, control):
+        """Nothing to load: images are decoded when their turn comes."""
+
     def train_batches(self, epoch, start=0):
         """Batches (images, labels) of this process from the ``start``-th image of an epoch on."""
         self.sampler.set_epoch(epoch, start)

@@ -27,10 +27,11 @@ from .data_pipeline import (
     worker_context,
 )
 from .distributed_utils import say
-from .failures import finish_slow_imports, signals_held_back
+from .failures import signals_held_back
 from .train_eval_utils import progress
 
 MEMORY_SHARE = 0.5  # of the free GPU memory that the decoded set may take; the rest is the model's
+DECODE_BATCH = 8  # images that a worker hands over at once
 EVAL_BATCH = 256  # validation needs no gradients: large batches keep the GPU busy
 
 
@@ -105,24 +106,25 @@ class StoredImages(Dataset):
         return to_tensor(image).view(-1, 3)
 
 
-def first(samples):
-    """The only sample of a batch of one."""
-    return samples[0]
+def joined(samples):
+    """The pixels of several images one after the other, or the first ImageError among them."""
+    for sample in samples:
+        if isinstance(sample, ImageError):
+            return sample
+    return torch.cat(samples)
 
 
-def decoded(dataset, args, workers, text, collate_fn, batch_size):
-    """This rank's share of ``dataset``, in order, from loader workers that end afterwards.
+def decoding(dataset, args, workers, collate_fn):
+    """Start to decode this rank's share of ``dataset``, in order; the workers end with it.
 
     Processes, not threads: between the parts that Pillow does without the interpreter's lock,
     four threads already wait for each other.
     """
     sampler = ShareSampler(dataset, args.world_size, args.rank)
     with signals_held_back():
-        batches = iter(DataLoader(dataset, batch_size=batch_size, sampler=sampler,
-                                  num_workers=workers, collate_fn=collate_fn,
-                                  multiprocessing_context=worker_context(workers)))
-    for batch in progress(batches, text, -(-len(sampler) // batch_size)):
-        yield checked(batch)
+        return iter(DataLoader(dataset, batch_size=DECODE_BATCH, sampler=sampler,
+                               num_workers=workers, collate_fn=collate_fn,
+                               multiprocessing_context=worker_context(workers)))
 
 
 class DeviceData:
@@ -145,11 +147,16 @@ class DeviceData:
         self.batches = Batches(BatchSampler(self.sampler, args.batch_size, drop_last=True),
                                self._batch, device)
         workers = choose_workers(args)
-        finish_slow_imports()  # workers are forked next: not in the middle of an import
-        self._load_training_images(workers, control)
-        self._load_validation_images(val, workers)
+        self.decoding = decoding(StoredImages(train, self.stored), args, workers, joined)
+        self.decoding_val = decoding(ValidationImages(val, args.image_size), args, workers, collate)
 
-    def _load_training_images(self, workers, control):
+    def load(self, control):
+        """Bring the decoded images to the device, on all ranks; raises ImageError."""
+        self._load_training_images(control)
+        self._load_validation_images()
+        self.decoding = self.decoding_val = None  # ends the workers
+
+    def _load_training_images(self, control):
         """Fill the flat buffer: rank after rank, each rank's share in a row."""
         ranks = range(self.args.world_size)
         shares = [range(rank, len(self.train), len(ranks)) for rank in ranks]
@@ -157,20 +164,20 @@ class DeviceData:
         ends = list(accumulate((math.prod(self.stored[i]) for i in order), initial=0))
         self.first_pixel = dict(zip(order, ends[:-1], strict=True))
         self.pixels = torch.empty(ends[-1], 3, dtype=torch.uint8, device=self.device)
-        images = StoredImages(self.train, self.stored)
         begin = self.first_pixel[self.args.rank]
-        for image in decoded(images, self.args, workers, "decoding images", first, 1):
-            self.pixels[begin:begin + len(image)].copy_(image)
-            begin += len(image)
+        for images in progress(self.decoding, "decoding images", len(self.decoding)):
+            images = checked(images)
+            self.pixels[begin:begin + len(images)].copy_(images)
+            begin += len(images)
         control.gather(None)  # one node's disk may be minutes slower than NCCL is patient
         for rank, share in enumerate(shares if len(ranks) > 1 else ()):
             end = self.first_pixel[share[-1]] + math.prod(self.stored[share[-1]])
             dist.broadcast(self.pixels[self.first_pixel[share[0]]:end], src=rank)
 
-    def _load_validation_images(self, val, workers):
+    def _load_validation_images(self):
         size = self.args.image_size
-        batches = list(decoded(ValidationImages(val, size), self.args, workers,
-                               "decoding validation images", collate, 8))
+        batches = map(checked, progress(self.decoding_val, "decoding validation images",
+                                        len(self.decoding_val)))
         empty = torch.empty(0, size, size, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
         images, labels = zip(empty, *batches, strict=True)
         self.val_images = torch.cat(images).to(self.device)

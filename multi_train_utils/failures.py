@@ -56,8 +56,6 @@ def run(main, args):
         # and names that the terminal's encoding cannot say are spelled out.
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     watch_parent()
-    if getattr(args, "script", None) != "spawn" or multiprocessing.parent_process():
-        slow_imports.start()  # the spawn script's parent trains nothing
     try:
         main(args)
         leave(0)  # nothing is left to do: taking down a CUDA context in good order takes a second
@@ -72,20 +70,20 @@ def run(main, args):
         leave(1)
 
 
+def start_slow_imports():
+    """Import what the optimiser and the log will ask for, 3 s on their own; returns the thread.
+
+    To be joined before a process is forked: forked in the middle of an import, it may hang.
+    """
+    thread = threading.Thread(target=import_slow_modules, name="slow-imports", daemon=True)
+    thread.start()
+    return thread
+
+
 def import_slow_modules():
-    """Import beside other work what the optimiser and the log will ask for: 3 s on their own."""
     for name in ("torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure"):
         with contextlib.suppress(Exception):  # if it is needed and fails, it fails there
             importlib.import_module(name)
-
-
-slow_imports = threading.Thread(target=import_slow_modules, name="slow-imports", daemon=True)
-
-
-def finish_slow_imports():
-    """Wait until no import is under way: a process forked in the middle of one may hang."""
-    if slow_imports.is_alive():
-        slow_imports.join()
 
 
 def report(error, args):

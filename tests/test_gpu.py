@@ -153,12 +153,9 @@ def assert_same_training(one, other, epoch):
 @pytest.fixture
 def deterministic():
     """Deterministic algorithms while a test runs."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.benchmark = before
 
 
 def make_step(device, amp="off"):
@@ -217,7 +214,6 @@ def test_captured_and_eager_steps_are_the_same_bit_for_bit(device, amp, determin
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 def test_captured_step_is_near_the_eager_one_without_deterministic_algorithms(device):
-    torch.backends.cudnn.benchmark = True
     device = torch.device(device)
     batches = make_batches(device, 1)
     eager, captured = make_step(device), make_step(device)
@@ -277,6 +273,7 @@ def test_crops_of_photos_are_those_of_pillow(device, image_size):
     lists = (ImageList(map(str, part), [0] * len(part)) for part in (photos, photos[:2]))
     train, val = readable_images(*lists, args, Control(args))
     data = DeviceData(args, train, val, torch.device(device), Control(args))
+    data.load(Control(args))
     images, _ = next(iter(data.train_batches(epoch=3)))
 
     stored, expected = StoredImages(train, data.stored), []
@@ -323,7 +320,7 @@ RESUMED = {"fp32": [], "fp16": ["--amp", "fp16"], "eager": ["--no-cuda-graph"]}
 # Runs a script that is killed (kill -9) as its third epoch begins, while files may be written.
 KILLED = """
 import os, runpy, signal, sys
-from multi_train_utils.trainer import Run
+from multi_train_utils.epoch_loop import Run
 one_epoch = Run.one_epoch
 def killed(self):
     if self.epoch == 2:

@@ -148,7 +148,7 @@ def worker(args):
         "one local": losses(args, images, 1, torch.float32, "local", 1)}
     if args.device == "cuda":
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = True
         eager, captured = (state_after_one_step(args, images, way) for way in (False, True))
         found["captured"] = max(float((eager[name].double() - captured[name].double())
                                       .abs().max()) for name in eager)
@@ -201,7 +201,7 @@ def test_captured_step_is_near_the_eager_one_on_two_gpus(found):
 # Runs a script; each rank says on which GPUs it has a context when its training is done.
 CONTEXTS = """
 import ctypes, os, runpy, sys
-from multi_train_utils.trainer import Run
+from multi_train_utils.epoch_loop import Run
 finish = Run.finish
 def tell(self):
     finish(self)
