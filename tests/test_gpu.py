@@ -317,13 +317,16 @@ VARIANTS = {"fp32": [], "bf16": ["--amp", "bf16"], "fp16": ["--amp", "fp16"],
             "eager": ["--no-cuda-graph"], "streamed": ["--data-cache", "off"]}
 RESUMED = {"fp32": [], "fp16": ["--amp", "fp16"], "eager": ["--no-cuda-graph"]}
 
-# Runs a script that is killed (kill -9) as its third epoch begins, while files may be written.
+# Runs a script that is killed (kill -9) as its third epoch begins: as soon as there is a checkpoint,
+# while later files may be being written.
 KILLED = """
-import os, runpy, signal, sys
+import os, runpy, signal, sys, time
 from multi_train_utils.epoch_loop import Run
 one_epoch = Run.one_epoch
 def killed(self):
     if self.epoch == 2:
+        while not (self.saver.folder / "checkpoint.pth").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     one_epoch(self)
 Run.one_epoch = killed
