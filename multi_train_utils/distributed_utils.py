@@ -3,12 +3,16 @@
 Needs torch alone: copy this file into a project of your own and it works there.
 """
 
+import contextlib
 import os
 import re
 import socket
+import struct
 import threading
 import time
+import uuid
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -96,12 +100,50 @@ def init_distributed_mode(args):
         # Before anything touches CUDA: else every rank opens a context on GPU 0 as well.
         torch.cuda.set_device(args.gpu)
     args.store = join_store(args)
+    if args.world_size > args.local_world_size:
+        set_gloo_interface(urlsplit(args.dist_url).hostname or os.environ["MASTER_ADDR"])
     dist.init_process_group(
         backend=args.dist_backend, store=args.store, rank=args.rank, world_size=args.world_size,
         timeout=timedelta(seconds=getattr(args, "timeout", TIMEOUT)),
         device_id=torch.device("cuda", args.gpu) if args.dist_backend == "nccl" else None)
     args.distributed = True
     dist.barrier()
+
+
+def set_gloo_interface(master):
+    """Have gloo listen where the other machines can reach it, unless GLOO_SOCKET_IFNAME is set.
+
+    gloo listens at the address of the machine's own name. Many systems map that name to 127.0.1.1
+    in /etc/hosts, where no other machine comes. ``master`` is rank 0's name or address.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or not is_loopback(socket.gethostname()):
+        return
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    # On its own machine rank 0's name may be such a one too: there, what leads to the outside.
+    for target in (master, "192.0.2.1"):
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # sends nothing, but chooses the way
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex() if not is_loopback(own) else ():
+                request = struct.pack("40s", name.encode())
+                with contextlib.suppress(OSError):  # an interface without an address
+                    answer = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
+                    if socket.inet_ntoa(answer[20:24]) == own:
+                        os.environ["GLOO_SOCKET_IFNAME"] = name
+                        return
+        if master == "localhost" or master.startswith("127."):
+            return  # all processes are on this machine
+
+
+def is_loopback(name):
+    """True where a host's name leads to the machine itself, or nowhere."""
+    try:
+        return socket.gethostbyname(name).startswith("127.")
+    except OSError:
+        return True
 
 
 def cleanup(limit=10.0):
@@ -247,11 +289,49 @@ def join_store(args):
                                            timeout=timedelta(seconds=limit)))
     except (dist.DistError, RuntimeError, OSError) as error:
         raise join_error(args, where, limit, error) from error
-    # torchrun keeps its store over restarts: what ranks of an earlier attempt left must not count.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"multi_train/{attempt}", store)
-    wait_for_all(store, "joined", args.rank, args.world_size, limit)
-    return store
+    return agree_on_attempt(dist.PrefixStore("multi_train", store), args.rank, args.world_size,
+                            limit)
+
+
+def agree_on_attempt(store, rank, world_size, limit):
+    """The part of the store that belongs to this attempt alone, once all ranks have come.
+
+    torchrun keeps its store over restarts, and what ranks of an earlier attempt left must not
+    count. TORCHELASTIC_RESTART_COUNT does not tell attempts apart: of several agents only the one
+    whose rank failed counts. So rank 0 draws a name, and answers each rank by the word that the
+    rank has drawn for itself: what an earlier attempt asked or answered misleads nobody.
+    """
+    word = uuid.uuid4().hex
+    end = time.monotonic() + limit
+    if rank == 0:
+        own = dist.PrefixStore(word, store)
+        answer_questions(store, own, word, world_size, limit)
+    else:
+        store.set(f"question/{rank}", word)
+        while not store.check([f"answer/{word}"]):
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank 0 of {world_size} did not come within {limit:g} s: "
+                                   "start it with the same address and port")
+            time.sleep(0.05)
+        own = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
+    wait_for_all(own, "joined", rank, world_size, limit)
+    return own
+
+
+def answer_questions(store, own, word, world_size, limit):
+    """Tell every other rank the attempt's name, ``word``, until each has joined under it."""
+    end = time.monotonic() + limit
+    missing = list(range(1, world_size))
+    while missing:
+        for peer in missing:
+            # The question may be an earlier attempt's: look again until the peer has joined.
+            if store.check([f"question/{peer}"]):
+                store.set("answer/" + store.get(f"question/{peer}").decode(), word)
+        missing = [peer for peer in missing if not own.check([f"joined/{peer}"])]
+        if missing and time.monotonic() > end:
+            raise TimeoutError(f"{world_size - len(missing)} of {world_size} ranks joined within "
+                               f"{limit:g} s; missing: rank {', '.join(map(str, missing))}")
+        time.sleep(0.05)
 
 
 def join_error(args, where, limit, error):

@@ -116,5 +116,6 @@ def command(args):
             return f"torchrun --standalone --nproc_per_node={args.world_size} {line}"
         return f"torchrun ... {line}    (on each node, with torchrun's options as before)"
     if args.script == "launch" and "SLURM_PROCID" in os.environ:
-        return f"srun python {line}"
+        return (f"srun --ntasks={args.world_size} python {line}    "
+                "(or submit the batch file again, with --resume auto)")
     return f"python {line}"

@@ -19,6 +19,7 @@ from multi_train_utils import options  # noqa: E402
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [path.relative_to(ROOT).as_posix() for path in readme_links.documents()]
 SCRIPTS = ("single", "launch", "spawn")
+BATCH_FILE = ROOT / "scripts" / "train.sbatch"
 
 
 def table_rows():
@@ -70,7 +71,7 @@ def test_every_line_with_options_has_known_ones():
     launchers = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_id", "--rdzv_backend",
                  "--rdzv_endpoint", "--max-restarts", "--master_port", "--logdir", "--shm-size",
                  "--kill-on-bad-exit"}
-    slurm = set(re.findall(r"#SBATCH (--[\w-]+)", README))
+    slurm = set(re.findall(r"#SBATCH (--[\w-]+)", BATCH_FILE.read_text(encoding="utf-8")))
     assert set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]+", README)) <= known | launchers | slurm
 
 
@@ -132,10 +133,12 @@ def test_the_example_with_an_own_model_learns_and_counts(tmp_path, run_script):
         assert 1900 < int(lines[2][2]) <= 2000
 
 
-def test_the_batch_file_is_valid_shell(tmp_path):
-    block = next(block for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-                 if "#SBATCH" in block)
-    (tmp_path / "job.sh").write_text(block, encoding="utf-8")
-    assert subprocess.run(["bash", "-n", tmp_path / "job.sh"]).returncode == 0
-    assert block.startswith("#!")  # else sbatch refuses it
-    assert block.splitlines()[-1].startswith("srun --kill-on-bad-exit=1 python train_multi_gpu")
+def test_the_batch_file_is_the_one_that_the_readme_submits():
+    assert "\nsbatch scripts/train.sbatch --data-path" in README
+    assert subprocess.run(["bash", "-n", BATCH_FILE]).returncode == 0
+    text = BATCH_FILE.read_text(encoding="utf-8")
+    assert text.startswith("#!/")  # else sbatch refuses it
+    (seconds,) = re.findall(r"^#SBATCH --signal=USR1@(\d+)$", text, flags=re.MULTILINE)
+    assert f"{seconds} seconds before the time limit" in README
+    assert re.search(r"^srun --kill-on-bad-exit=1 python train_multi_gpu.*--resume auto", text,
+                     flags=re.MULTILINE)
