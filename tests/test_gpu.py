@@ -317,8 +317,8 @@ VARIANTS = {"fp32": [], "bf16": ["--amp", "bf16"], "fp16": ["--amp", "fp16"],
             "eager": ["--no-cuda-graph"], "streamed": ["--data-cache", "off"]}
 RESUMED = {"fp32": [], "fp16": ["--amp", "fp16"], "eager": ["--no-cuda-graph"]}
 
-# Runs a script that is killed (kill -9) as its third epoch begins: once there is a checkpoint, while
-# later files may be being written.
+# Runs a script that is killed (kill -9) as its third epoch begins: once there is a checkpoint,
+# while later files may be being written.
 KILLED = """
 import os, runpy, signal, sys, time
 from multi_train_utils.epoch_loop import Run
