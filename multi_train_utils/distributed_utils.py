@@ -156,6 +156,10 @@ def cleanup(limit=10.0):
         return
     if dist.get_backend() != "nccl":
         dist.destroy_process_group()
+        # gloo's threads may have to let go of a tensor yet, for which they need the interpreter:
+        # should it end now, they would abort the process ("terminate called without an active
+        # exception"). Sleeping, this thread lets them have it.
+        time.sleep(0.1)
     else:
         thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
         thread.start()
