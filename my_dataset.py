@@ -107,6 +107,7 @@ def open_image(
         image.load()
         orientation = _orientation(image)
         rgb = _to_rgb(image)
+        image.close()  # frees the pixels: at the limit, three copies would take more than 2 GiB
         if orientation in _TRANSPOSE:
             rgb = rgb.transpose(_TRANSPOSE[orientation])
         # Else a later reader of the EXIF block would turn the picture a second time.
@@ -232,7 +233,7 @@ def _png_without_pixels(file: BinaryIO) -> io.BytesIO:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """A new RGB image from a loaded image of any mode."""
+    """A new RGB image from a loaded image of any mode, by way of as few copies as possible."""
     if image.mode == "LAB":
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
         return ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
@@ -241,13 +242,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if not image.has_transparency_data:
         return image.convert("RGB")
     # By way of RGBA, because only that conversion heeds a palette's or a colour key's alpha.
-    rgba = image.convert("RGBA")
-    return _over_white(rgba, rgba.getchannel("A"))
-
-
-def _over_white(image: Image.Image, alpha: Image.Image) -> Image.Image:
+    rgba = image if image.mode == "RGBA" else image.convert("RGBA")
     white = Image.new("RGB", image.size, "white")
-    white.paste(image.convert("RGB"), mask=alpha)
+    white.paste(rgba, mask=rgba)  # takes RGBA as it is: colours, and by itself as mask the alpha
     return white
 
 
@@ -260,16 +257,18 @@ def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
     """
     if image.mode == "F":
         return _stretched(image, ranges=(1, 255, 65535))
-    grey = image.convert("I")  # from 16 bits in either byte order
-    low, high = grey.getextrema()
+    # From 16 bits in either byte order.
+    deep = image if image.mode == "I" else image.convert("I")
+    low, high = deep.getextrema()
     if low < 0 or high > 65535:
-        return _stretched(grey.convert("F"), ranges=())
-    rgb = grey.point(_FROM_16_BIT, "L").convert("RGB")
+        return _stretched(deep, ranges=())
+    grey = deep.point(_FROM_16_BIT, "L")
     transparent = image.info.get("transparency")
-    if not isinstance(transparent, int):
-        return rgb
-    alpha = grey.point([0 if value == transparent else 255 for value in range(65536)], "L")
-    return _over_white(rgb, alpha)
+    if isinstance(transparent, int):
+        clear = [255 if value == transparent else 0 for value in range(65536)]
+        grey.paste(255, mask=deep.point(clear, "L"))
+    del deep
+    return grey.convert("RGB")
 
 
 def _stretched(image: Image.Image, ranges: Sequence[int]) -> Image.Image:

@@ -73,11 +73,14 @@ def find_record(weights: str | os.PathLike) -> dict | None:
             is_json = path.suffix == ".json"
             content = json.loads(path.read_text("utf-8")) if is_json else read_torch_file(path)
             arguments, classes = content["arguments"], content["classes"]
-            record = {"model": str(arguments["model"]), "image_size": int(arguments["image_size"]),
-                      "classes": [str(name) for name in classes], "source": str(path)}
+            record = {"model": arguments["model"], "image_size": arguments["image_size"],
+                      "classes": list(classes), "source": str(path)}
         except (OSError, ValueError, TypeError, KeyError, IndexError):
             continue  # a record is a convenience: flags say the same
-        if record["model"] in MODELS and record["image_size"] > 0:
+        # Nothing is converted: the text of lists in lists can be longer than all memory.
+        name, size = record["model"], record["image_size"]
+        if (isinstance(name, str) and name in MODELS and isinstance(size, int) and size > 0
+                and all(isinstance(label, str) for label in record["classes"])):
             return record
     return None
 

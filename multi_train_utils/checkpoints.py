@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ def read_torch_file(path):
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
     try:
+        check_unpacked_size(path)
         # Many training scripts put their options beside the weights: plain data, no code.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -40,11 +42,27 @@ def read_torch_file(path):
         raise ValueError(f"{path}: {text} ({type(error).__name__}: {reason[0][:200]})") from error
 
 
+def check_unpacked_size(path):
+    """Raise ``ValueError`` where a zip file unpacks to more than it holds.
+
+    ``torch.save`` packs nothing, but torch unpacks what is packed, before it compares any size: a
+    few KiB could ask for all of the memory.
+    """
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\3\4":  # torch takes it for a file of its older format
+            return
+        with zipfile.ZipFile(file) as members:
+            size = sum(member.file_size for member in members.infolist())
+    if size > os.path.getsize(path):
+        raise ValueError(f"it would unpack to {size} bytes, more than it holds")
+
+
 def read_weights(path):
     """The state dict in a weight file: {name: tensor}.
 
     Plain, or under "state_dict" or "model", with or without "module." before the names (as saved
-    from a wrapped multi-GPU model). Raises ``ValueError`` naming the file.
+    from a wrapped multi-GPU model). Raises ``ValueError`` naming the file, also for tensors that
+    cannot be weights: without values, sparse, quantized, complex.
     """
     content = read_torch_file(path)
     for key in ("state_dict", "model"):
@@ -53,8 +71,18 @@ def read_weights(path):
             break
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, not a state dict")
-    return {str(name).removeprefix("module."): value for name, value in content.items()
-            if isinstance(value, torch.Tensor)}
+    found = {name.removeprefix("module."): value for name, value in content.items()
+             if isinstance(name, str) and isinstance(value, torch.Tensor)}
+    for name, value in found.items():
+        if not is_dense(value) or value.is_complex():
+            raise ValueError(f"{path}: {name[:200]} is no ordinary tensor of real numbers")
+    return found
+
+
+def is_dense(value):
+    """True for a tensor whose values all lie in memory: not sparse, quantized, nested or "meta"."""
+    return (isinstance(value, torch.Tensor) and value.layout == torch.strided
+            and value.device.type == "cpu" and not value.is_quantized and not value.is_nested)
 
 
 def load_weights(model, path):
@@ -76,7 +104,11 @@ def load_weights(model, path):
                          "of another network. Choose its --model, or another file.")
     with torch.no_grad():
         for name, value in fits.items():
-            own[name].copy_(value)
+            try:
+                own[name].copy_(value)
+            except RuntimeError as error:  # types that torch can store and not convert
+                raise ValueError(f"{path}: {name} holds {value.dtype}, which cannot be converted "
+                                 f"to {own[name].dtype}") from error
     missing = [name for name in own if name not in given]
     if missing:
         others.append(f"    not in the file: {', '.join(missing[:5])}"
