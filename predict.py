@@ -29,7 +29,7 @@ from multi_train_utils.data_pipeline import allowed_cpus
 from multi_train_utils.distributed_utils import select_gpu
 from multi_train_utils.options import image_size, positive_int, single_device
 from my_dataset import ImageError, open_image
-from utils import IMAGE_ENDINGS
+from utils import IMAGE_ENDINGS, as_utf8
 
 DEFAULT_MODEL, DEFAULT_IMAGE_SIZE = "resnet34", 224
 WIDEST_MATRIX = 30  # classes up to which a confusion matrix can be read on a screen
@@ -221,9 +221,10 @@ def labels_by_folder(inputs: Sequence[str], classes: Sequence[str]) -> dict[str,
     classify: it gives no labels. Raises ValueError where only some are trained classes, since an
     accuracy over the rest would say nothing of the folder.
     """
-    labels, numbers = {}, {name: number for number, name in enumerate(classes)}
+    labels, numbers = {}, {as_utf8(name): number for number, name in enumerate(classes)}
     for root in filter(os.path.isdir, inputs):
-        parts = {path: Path(path).relative_to(root).parts for path in images_below(root)}
+        parts = {path: [*map(as_utf8, Path(path).relative_to(root).parts)]
+                 for path in images_below(root)}
         folders = {part[0] if len(part) > 1 else None for part in parts.values()}
         unknown = sorted(name for name in folders - {None} if name not in numbers)
         if None in folders:

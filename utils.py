@@ -71,12 +71,24 @@ def class_names(root: str | os.PathLike) -> list[str]:
     Looks at `root` alone, not into the classes. Raises FileNotFoundError, NotADirectoryError
     or ValueError as `read_split_data` does.
     """
-    return sorted(_list_root(os.fspath(root)).folders)
+    return [as_utf8(name) for name in sorted(_list_root(os.fspath(root)).folders)]
+
+
+def as_utf8(name: str) -> str:
+    """A file name as text: where Python took its bytes for ASCII, as with LC_ALL=C, read as UTF-8.
+
+    What is not UTF-8 either stays as it is, with lone surrogates for the bytes.
+    """
+    try:
+        return os.fsencode(name).decode("utf-8")
+    except UnicodeError:
+        return name
 
 
 def write_class_indices(names: Sequence[str], path: str | os.PathLike) -> None:
     """Write `{"0": "daisy", ...}` to `path`, UTF-8, whole or not at all; OSError names the path."""
-    _write_whole(path, _utf8_json({str(number): name for number, name in enumerate(names)}))
+    content = {str(number): as_utf8(name) for number, name in enumerate(names)}
+    _write_whole(path, _utf8_json(content))
 
 
 def check_class_count(given: int | None, names: Sequence[str]) -> int:
@@ -303,7 +315,7 @@ def _some(names: Sequence[str], limit: int = 10) -> str:
 
 def _readable(name: str) -> str:
     """A name that is not valid UTF-8 holds lone surrogates: show them as escapes."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    return as_utf8(name).encode("utf-8", "backslashreplace").decode()
 
 
 def _say(line: str) -> None:

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -74,7 +75,10 @@ class RunLog:
         """Record the confusion matrix (nested list, row = true class) as JSON and as a figure."""
         self._write_json("confusion.json", {"epoch": epoch, "classes": names,
                                             "matrix": confusion})
-        self.writer.add_figure("confusion_matrix", confusion_figure(confusion, names), epoch)
+        with warnings.catch_warnings():
+            # Signs that matplotlib's font lacks become boxes; confusion.json has the names.
+            warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+            self.writer.add_figure("confusion_matrix", confusion_figure(confusion, names), epoch)
         self.writer.flush()
 
     @may_fail
@@ -111,6 +115,8 @@ def new_folder(runs):
 def confusion_figure(confusion, names):
     """The confusion matrix as a matplotlib figure, coloured by the share of each true class."""
     from matplotlib.figure import Figure
+    # A name that is not UTF-8 holds lone surrogates, which cannot be drawn.
+    names = [name.encode("utf-8", "backslashreplace").decode() for name in names]
     shares = [[count / max(1, sum(row)) for count in row] for row in confusion]
     side = min(20.0, max(4.0, 1.2 + 0.6 * len(names)))  # inches: a canvas of gigabytes otherwise
     figure = Figure(figsize=(side + 1, side), layout="constrained")

@@ -1,9 +1,11 @@
 """Weight files are read with suspicion and written whole or not at all."""
 
 import argparse
+import ast
 import os
 import random
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from multi_train_utils.checkpoints import (
     save,
     written_whole,
 )
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,29 @@ def test_foreign_checkpoint(shared_data):
     assert not any(name.startswith("module.") for name in read_weights(path))
     with pytest.raises(ValueError, match="another network"):
         load_weights(resnet18(num_classes=2), path)
+
+
+@pytest.mark.parametrize("place", ["cuda:1", "cuda:0"])
+def test_a_file_saved_from_a_gpu_opens_where_there_is_none(state, tmp_path, monkeypatch, place):
+    with monkeypatch.context() as patch:  # as torch notes it for a tensor that lies there
+        patch.setattr(torch.serialization, "location_tag", lambda storage: place)
+        path = put(tmp_path / "gpu.pth", state)
+    assert place.encode() in (tmp_path / "gpu.pth").read_bytes()
+    read = read_weights(path)
+    assert {value.device.type for value in read.values()} == {"cpu"}
+    assert torch.equal(read["conv1.weight"], state["conv1.weight"])
+
+
+def test_no_file_is_loaded_without_weights_only():
+    """Said in every call: before torch 2.6 the default was to run what a file contains."""
+    calls = 0
+    for path in [*ROOT.glob("*.py"), *(ROOT / "multi_train_utils").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert given.get("weights_only") == "True", f"{path}, line {node.lineno}"
+                calls += 1
+    assert calls > 1
 
 
 class Malice:

@@ -255,6 +255,18 @@ def test_odd_images_are_classified_or_named(output, capsys):
     assert not bad & {"hopper.jpg", "pil_sample_cmyk.jpg", "tiny.png", "hopper_orientation_5.jpg"}
 
 
+def test_classes_that_python_once_took_for_ascii_are_found_again(tmp_path):
+    """As a run under LC_ALL=C, or predict.py itself there, sees a folder's name."""
+    name = "\u90c1\u91d1"
+    seen_as_ascii = name.encode("utf-8").decode("ascii", "surrogateescape")
+    for folder in (name, "red"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.jpg").touch()
+    for first in (name, seen_as_ascii):
+        labels = predict.labels_by_folder([str(tmp_path)], [first, "red"])
+        assert sorted(labels.values()) == [0, 1]
+
+
 def test_names_that_the_terminal_cannot_say_survive(output, tmp_path):
     names = ["\u90c1\u91d1\u9999", "green", "red"]
     shutil.rmtree(output / "runs")

@@ -87,8 +87,10 @@ def test_classes_in_code_point_order(tmp_path):
 def test_the_listing_order_of_the_file_system_does_not_matter(tmp_path, monkeypatch):
     make(tmp_path, **{name: 12 for name in "edcba"})
     before = read_split_data(tmp_path, class_indices=None, quiet=True)
-    listdir, scandir = os.listdir, os.scandir
+    listdir, scandir, walk = os.listdir, os.scandir, os.walk
     monkeypatch.setattr(os, "listdir", lambda *a: sorted(listdir(*a), reverse=True))
+    monkeypatch.setattr(os, "walk", lambda *a, **k: iter(
+        [(top, folders[::-1], files[::-1]) for top, folders, files in walk(*a, **k)]))
     backwards = {"key": lambda entry: entry.name, "reverse": True}
     monkeypatch.setattr(os, "scandir", lambda *a: iter(sorted(scandir(*a), **backwards)))
     assert read_split_data(tmp_path, class_indices=None, quiet=True) == before
@@ -137,6 +139,13 @@ def test_endings_in_any_case_and_a_line_about_the_others(tmp_path, capsys):
         "4 images for validation.",
         "Warning: class red: left out 1 file without an ending, 1 .db file, 2 .txt files.",
     ]
+
+
+def test_a_set_of_one_unusual_ending(tmp_path, capsys):
+    for name in ("blue", "red"):
+        make(tmp_path, **{name: [f"{i}.jpeg" for i in range(10)]})
+    assert counts(read_split_data(tmp_path, class_indices=None)) == (16, 4, 2)
+    assert "Warning" not in capsys.readouterr().out
 
 
 def test_hidden_files_and_folders_do_not_count(tmp_path):
@@ -317,6 +326,21 @@ def test_names_are_printed_whatever_the_terminals_encoding(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "\\u90c1\\u91d1\\u9999 has 1 image, none" in done.stdout
+
+
+def test_names_are_utf8_also_where_python_takes_them_for_ascii(tmp_path):
+    make(tmp_path / "data", red=10, **{CHINESE: 10, "zz\u00e9": ["1.jpg"]})
+    script = ("import sys, utils; names = utils.class_names(sys.argv[1]); print(ascii(names))\n"
+              "utils.read_split_data(sys.argv[1], class_indices=sys.argv[2])")
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "data", tmp_path / "c.json"], cwd=ROOT,
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = ["red", "zz\u00e9", CHINESE]
+    assert done.stdout.splitlines()[0] == ascii(expected)
+    assert "class zz\\xe9 has 1 image" in done.stdout
+    names = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
+    assert [*names.values()] == expected
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -114,9 +115,32 @@ def test_make_targets_in_the_documents_exist(document):
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= targets
 
 
+@pytest.mark.parametrize("path", [ROOT / name for name in DOCUMENTS] + sorted(
+    path for folder in ("", "multi_train_utils", "benchmarks", "scripts")
+    for path in (ROOT / folder).glob("*.*") if path.suffix in (".py", ".sh")), ids=lambda p: p.name)
+def test_commands_of_one_box_can_run_twice_and_none_is_of_the_old_launcher(path):
+    """The default port is taken where a second job starts on the same box."""
+    text = path.read_text(encoding="utf-8")
+    for command in re.findall(r"torchrun(?: |\w+=\S+)*--.*", text):
+        if "nproc_per_node" in command and "--nnodes" not in command:
+            assert "--standalone" in command
+    assert not re.search(r"python3? -m torch\.distributed", text)
+
+
 @pytest.mark.parametrize("words", re.findall(r"^python (\w+\.py)", README, flags=re.MULTILINE))
 def test_scripts_in_the_commands_exist(words):
     assert (ROOT / words).is_file()
+
+
+def test_requirements_are_ranges_that_hold_here():
+    from packaging.requirements import Requirement  # comes with pytest
+
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    wanted = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
+    assert {"torch", "torchvision", "tqdm", "Pillow"} <= {entry.name for entry in wanted}
+    for entry in wanted:
+        assert not any(part.operator in ("==", "===") for part in entry.specifier), entry
+        assert entry.specifier.contains(version(entry.name), prereleases=True), entry
 
 
 def test_the_example_with_an_own_model_learns_and_counts(tmp_path, run_script):

@@ -1,16 +1,25 @@
 """The three scripts from the command to the files, small and on the CPU."""
 
+import io
 import json
+import os
 import shutil
 import socket
+import sys
 import time
 import urllib.request
 
 import pytest
 import torch
 import torchvision
+from conftest import LAUNCHER_VARIABLES
 from jobs import Job, command, load, records
 from PIL import Image
+
+from multi_train_utils import train_eval_utils
+from multi_train_utils.distributed_utils import read_environment, select_gpu, set_single_process
+from multi_train_utils.options import parse_args
+from multi_train_utils.train_eval_utils import progress
 
 LAUNCHERS = [("single", 1), ("launch", 2), ("spawn", 2)]
 
@@ -32,6 +41,9 @@ def test_a_run_prints_logs_and_saves(flowers, tmp_path, launcher, processes):
         assert "/15), loss " in line and " images/s, " in line
     assert lines.count("75 images were found in the dataset.") == 1
     assert f"Learning rate: 0.001 x {processes} processes = {0.001 * processes:g}" in text
+    assert lines.count("Using 1 loader workers per process") == 1
+    for words in ("backend gloo", "SyncBatchNorm exists on GPUs only: ordinary BatchNorm is used"):
+        assert text.count(words) == (processes > 1)
     assert text.count("tensorboard --logdir=runs") == 1
     for rank in range(processes if processes > 1 else 0):
         assert f"rank {rank} of {processes} on " in text
@@ -82,15 +94,16 @@ def test_tensorboard_shows_one_value_per_epoch(flowers, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [
-    ["python", "-m", "torch.distributed.launch", "--nproc_per_node=2"],
-    ["python", "-m", "torch.distributed.launch", "--use_env", "--nproc_per_node=2"]])
-def test_the_old_launcher(flowers, tmp_path, words):
+@pytest.mark.parametrize(("words", "options"), [
+    (["python", "-m", "torch.distributed.launch", "--nproc_per_node=2"], []),
+    (["python", "-m", "torch.distributed.launch", "--use_env", "--nproc_per_node=2"], []),
+    (["torchrun", "--nproc_per_node=2"], ["--local_rank", "0"])])
+def test_launchers_that_may_give_the_local_rank_as_an_argument(flowers, tmp_path, words, options):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     small = command("launch", 2, "--data-path", str(flowers), "--epochs", "1", "--batch-size", "6")
-    with Job(tmp_path, *words, f"--master_port={port}", *small[3:]) as job:
+    with Job(tmp_path, *words, f"--master_port={port}", *small[3:], *options) as job:
         assert job.wait(240) == 0, job.text()
         assert job.text().count("[epoch 0] accuracy") == 1
 
@@ -129,16 +142,45 @@ BAD_ENVIRONMENTS = [
     ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "SLURM_NTASKS")]
 
 
-@pytest.mark.parametrize(("variables", "words"), BAD_ENVIRONMENTS)
-def test_incomplete_environments_are_named(variables, words, monkeypatch):
-    from multi_train_utils.distributed_utils import read_environment
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID",
-                 "SLURM_NTASKS", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
+def environment(monkeypatch, variables):
+    """This process's environment with these variables of a launcher and no others."""
+    for name in LAUNCHER_VARIABLES:
+        # Set before it is deleted, so that what the test itself sets there goes again.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("variables", "words"), BAD_ENVIRONMENTS)
+def test_incomplete_environments_are_named(variables, words, monkeypatch):
+    environment(monkeypatch, variables)
     with pytest.raises(ValueError, match=words):
         read_environment()
+
+
+@pytest.mark.slow
+def test_a_bad_environment_ends_the_script_with_one_line(run_script):
+    done = run_script("train_multi_gpu_using_launch.py", "--device", "cpu", status=1,
+                      env={"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"})
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: WORLD_SIZE='two'")
+
+
+def test_the_launchers_variable_wins_over_its_argument(monkeypatch):
+    group = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    environment(monkeypatch, group | {"LOCAL_RANK": "1"})
+    assert read_environment(local_rank_argument=0)[:3] == (1, 2, 1)
+    environment(monkeypatch, group)
+    assert read_environment(local_rank_argument=1)[:3] == (1, 2, 1)
+
+
+def test_an_address_that_the_user_gave_is_kept_under_slurm(monkeypatch):
+    environment(monkeypatch, {
+        "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "n[1-2]", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29777"})
+    assert read_environment()[:3] == (1, 2, 1)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "29777")
 
 
 def test_slurm_node_lists(monkeypatch):
@@ -151,7 +193,6 @@ def test_slurm_node_lists(monkeypatch):
     for name, value in (("PROCID", "5"), ("NTASKS", "8"), ("LOCALID", "1"), ("JOB_ID", "4711"),
                         ("STEP_NODELIST", "n[1-2]"), ("STEP_TASKS_PER_NODE", "4(x2)")):
         monkeypatch.setenv("SLURM_" + name, value)
-    import os
     try:
         assert du.read_environment() == (5, 8, 1, 4)
         assert os.environ["MASTER_ADDR"] == "n1" and os.environ["MASTER_PORT"].isdecimal()
@@ -165,7 +206,35 @@ def test_cuda_without_a_gpu_offers_the_cpu(tmp_path, run_script):
         pytest.skip("there is a GPU")
     for words in (["train_single_gpu.py"], ["train_multi_gpu_using_spawn.py", "--world-size", "2"]):
         result = run_script(*words, status=1)
+        assert "CUDA is not available" in result.stderr
         assert result.stderr.count("--device cpu") == 1 and "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_cuda_without_a_gpu_under_torchrun(run_script):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = run_script("torchrun", "--standalone", "--nproc_per_node=2",
+                        "train_multi_gpu_using_launch.py", "--device", "cuda", status=1)
+    ours = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert len(ours) == 1 and "CUDA is not available" in ours[0] and "--device cpu" in ours[0]
+    assert "accuracy" not in result.stdout
+
+
+@pytest.mark.parametrize(("text", "visible"), [
+    ("cuda", 0), ("0", 0), ("cuda:9", 0), ("cuda:9", 1), ("1", 1)])
+def test_a_gpu_that_is_not_there_is_named_as_it_was_asked_for(text, visible, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    with pytest.raises((OSError, ValueError), match=f"--device {text}: .*--device cpu"):
+        select_gpu(text, 0, 1)
+
+
+def test_auto_takes_the_cpu_where_there_is_nothing_else(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = parse_args("single", ["--device", "auto"])
+    set_single_process(args)
+    assert (args.device, args.gpu, args.world_size) == ("cpu", None, 1)
 
 
 @pytest.mark.slow
@@ -212,21 +281,36 @@ def test_too_few_images_for_a_global_batch(flowers, tmp_path):
 
 
 @pytest.mark.slow
-def test_no_bar_in_a_log_file(flowers, tmp_path):
+def test_no_bar_in_a_log_file_even_at_a_batch_of_one(flowers, tmp_path):
     text = run(tmp_path, "launch", 2, "--data-path", str(flowers), "--epochs", "2",
-               "--batch-size", "2")
+               "--batch-size", "1", "--image-size", "64")
     lines = text.replace("\r", "\n").splitlines()
     assert len([line for line in lines if "it/s" in line or "%|" in line]) == 0
     assert len([line for line in lines if line.startswith("[epoch ")]) == 2
+    assert len(lines) < 40  # 60 steps were taken
+
+
+def test_only_rank_0_draws_a_bar_and_only_for_a_person(monkeypatch):
+    items, terminal = [1, 2], io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert progress(items, "text", 2) is items
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    assert progress(items, "text", 2) is not items
+    monkeypatch.setattr(train_eval_utils, "is_main_process", lambda: False)
+    assert progress(items, "text", 2) is items
 
 
 @pytest.mark.slow
-def test_temporary_folder_is_left_empty_and_its_names_do_not_matter(flowers, tmp_path):
+@pytest.mark.parametrize("launcher", ["launch", "spawn"])
+def test_temporary_folder_is_left_empty_and_its_names_do_not_matter(flowers, tmp_path, launcher):
     temporary = tmp_path / "tmp"
     (temporary / "initial_weights.pt").mkdir(parents=True)
-    run(tmp_path / "out", "spawn", 2, "--data-path", str(flowers), "--epochs", "1",
+    run(tmp_path / "out", launcher, 2, "--data-path", str(flowers), "--epochs", "1",
         env={"TMPDIR": str(temporary)})
-    assert [path.name for path in temporary.iterdir()] == ["initial_weights.pt"]
+    # torch leaves a cache folder for its compiler, torchrun one for its logs.
+    assert [path.name for path in temporary.iterdir()
+            if not path.name.startswith(("torchinductor_", "torchelastic_"))] == [
+                "initial_weights.pt"]
 
 
 @pytest.mark.slow
