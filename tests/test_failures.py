@@ -25,10 +25,14 @@ LONG = ("--epochs", "500", "--batch-size", "6")
 
 @contextlib.contextmanager
 def training(folder, launcher, *options, processes=2, data, env=None, after="[epoch 0]"):
-    """A run that has finished its first epoch; afterwards no process of it may be left."""
+    """A run that has saved its first epoch; afterwards no process of it may be left."""
     words = command(launcher, processes, "--data-path", str(data), *LONG, *options)
     with Job(folder, *words, env=env) as job:
         job.wait_for(after)
+        end = time.monotonic() + 60  # it is written beside the next epoch
+        while not (folder / "weights" / "checkpoint.pth").exists():
+            assert job.process.poll() is None and time.monotonic() < end, job.text()
+            time.sleep(0.02)
         yield job
 
 
