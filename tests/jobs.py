@@ -37,6 +37,7 @@ class Job:
     def __init__(self, folder, *words, env=None):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / "log.txt"
+        self.began = time.monotonic()
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 full_command(words), cwd=folder, env=clean_environment() | (env or {}),

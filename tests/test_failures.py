@@ -46,6 +46,13 @@ def assert_ended(job, pids, status=None, seconds=15):
     note(job, code, time.monotonic() - began)
 
 
+def assert_fails(job, seconds):
+    """The job ends with status 1 within ``seconds``, and none of it is left."""
+    assert job.wait(seconds) == 1, job.text()
+    assert not job.ranks()
+    note(job, 1, time.monotonic() - job.began)
+
+
 def note(job, code, seconds):
     """Add to the log, where one is wanted, how the job ended and when it was gone."""
     if "RELIABILITY_LOG" in os.environ:
@@ -158,7 +165,7 @@ def test_a_peer_that_never_comes(flowers, tmp_path):
            "MASTER_PORT": "29783"}
     with Job(tmp_path, *words, env=env) as job:
         job.wait_for("127.0.0.1:29783")  # said while it waits, not when it gives up
-        assert job.wait(60) == 1
+        assert_fails(job, 60)
         text = job.text()
     assert text.startswith("rank 0 of 2 on ")
     assert "only 1 of 2 ranks joined" in text and "Traceback" not in text
@@ -232,7 +239,7 @@ def test_a_taken_port_is_named(flowers, tmp_path, launcher):
         else:
             words[1] = f"--master_port={port}"
         with Job(tmp_path, *words) as job:
-            assert job.wait(60) == 1
+            assert_fails(job, 60)
             assert port in job.text() or "EADDRINUSE" in job.text()
             assert launcher == "launch" or "--master-port" in job.text().splitlines()[-1]
 
@@ -241,7 +248,7 @@ def test_a_taken_port_is_named(flowers, tmp_path, launcher):
 def test_a_loss_that_is_not_finite_ends_all_ranks(flowers, tmp_path, launcher):
     words = command(launcher, 2, "--data-path", str(flowers), *LONG, "--lr", "1e12")
     with Job(tmp_path, *words) as job:
-        assert job.wait(120) == 1
+        assert_fails(job, 120)
         text = job.text()
     ours = text.split("torch.distributed.elastic")[0] if launcher == "launch" else text
     assert ours.count("the loss is") == 1 and "epoch 0, step" in ours and "--lr" in ours
@@ -270,7 +277,7 @@ def test_a_full_disk_names_the_file_and_keeps_the_older_one(flowers, tmp_path, l
         words = command(launcher, processes, "--data-path", str(flowers), *LONG, "--output-dir",
                         str(small))
         with Job(tmp_path / "job", *words) as job:
-            assert job.wait(120) == 1, job.text()
+            assert_fails(job, 120)
             text = job.text()
         assert "cannot write" in text and "no space left" in text and str(small) in text
         assert_whole(small)
@@ -280,7 +287,7 @@ def test_a_read_only_output_folder(flowers, tmp_path):
     with mounted(tmp_path / "fixed", "-o", "ro") as fixed:
         words = command("single", 1, "--data-path", str(flowers), "--output-dir", str(fixed))
         with Job(tmp_path / "job", *words) as job:
-            assert job.wait(60) == 1
+            assert_fails(job, 60)
             text = job.text()
         assert "cannot write" in text and str(fixed) in text and "--output-dir" in text
         assert "Traceback" not in text
@@ -303,7 +310,7 @@ def test_little_shared_memory(flowers, tmp_path):
         pytest.skip("cannot make a mount namespace here")
     from conftest import full_command
     with Job(tmp_path / "given", *start, *full_command(words)) as job:
-        assert job.wait(60) == 1
+        assert_fails(job, 60)
         assert "/dev/shm" in job.text() and "--workers 0" in job.text()
     free = full_command(words)
     at = free.index("--workers")
@@ -321,7 +328,7 @@ def test_two_jobs_at_once_and_in_one_folder(flowers, tmp_path):
         third = command("single", 1, "--data-path", str(flowers), "--output-dir",
                         str(tmp_path / "one"))
         with Job(tmp_path / "three", *third) as job:
-            assert job.wait(90) == 1
+            assert_fails(job, 90)
             assert "another run is writing" in job.text() and "--output-dir" in job.text()
         assert one.process.poll() is None and two.process.poll() is None
         for job in (one, two):
