@@ -159,6 +159,22 @@ def test_a_frozen_peer_is_named(flowers, tmp_path, launcher):
         assert job.text().count("rank 1 does not answer") >= 1
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_on_two_gpus(flowers, tmp_path, launcher, signum):
+    """A rank killed or frozen beside NCCL's collectives, and a stop in good order."""
+    with training(tmp_path, launcher, "--device", "cuda", "--timeout", "5", data=flowers) as job:
+        pids = descendants(job.process.pid)
+        whom = job.process.pid if signum == signal.SIGTERM else job.ranks()[1]
+        os.kill(whom, signum)
+        frozen = signum == signal.SIGSTOP
+        assert_ended(job, pids, seconds=5 + (45 if frozen and launcher == "launch" else 15))
+        assert ("rank 1 does not answer" in job.text()) == frozen
+        assert ("Stopped by SIGTERM" in job.text()) == (signum == signal.SIGTERM)
+    assert_whole(tmp_path)
+
+
 def test_a_peer_that_never_comes(flowers, tmp_path):
     words = command("launch", 2, "--data-path", str(flowers), "--startup-timeout", "5")[3:]
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
