@@ -237,13 +237,14 @@ class Saver:
     """Writes each epoch's files beside the next epochs, from a copy, in a thread of its own.
 
     Every model-{epoch}.pth is written. Where the disk is slower than an epoch, checkpoint.pth skips
-    epochs, never the last one; training waits only once three epochs are yet to be written, whose
-    copies lie in the GPU's memory until their turn.
+    every second one, never the last; training waits only once three epochs are yet to be written,
+    whose copies lie in the GPU's memory until their turn.
     """
 
     def __init__(self, folder, keep=None):
         self.folder, self.keep, self.error = Path(folder), keep, None
         self.queue = queue.Queue(maxsize=2)
+        self.skipped = False  # whether the last epoch went without a checkpoint.pth
         # Of its own, so that copies to the CPU do not stand in line behind the next epoch's steps.
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         try:
@@ -315,7 +316,9 @@ class Saver:
         save(checkpoint["model"], weights)
         if best:
             link_or_copy(weights, self.folder / "best.pth")
-        if self.queue.empty():
+        # Not two in a row: on a disk that is always behind there would never be one.
+        self.skipped = not (self.queue.empty() or self.skipped)
+        if not self.skipped:
             save(checkpoint, self.folder / "checkpoint.pth")
         if self.keep is not None:
             self._remove_older(epoch)

@@ -5,6 +5,7 @@ import ast
 import os
 import random
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torchvision
 
 from model import resnet18
+from multi_train_utils import checkpoints
 from multi_train_utils.checkpoints import (
     Saver,
     fingerprint,
@@ -167,6 +169,24 @@ def test_saver_keeps_the_last_n_and_links_the_best(tmp_path):
     assert names == ["best.pth", "checkpoint.pth", "model-2.pth", "model-3.pth"]
     assert os.path.samefile(tmp_path / "weights/best.pth", tmp_path / "weights/model-2.pth")
     assert read_torch_file(tmp_path / "weights/checkpoint.pth")["epoch"] == 4
+
+
+def test_a_slow_disk_skips_no_two_checkpoints_in_a_row(tmp_path, monkeypatch):
+    written = []
+
+    def slow(content, path):
+        time.sleep(0.02)  # the next epochs are always there before this one is written
+        written.append((path.name, content.get("epoch")))
+
+    monkeypatch.setattr(checkpoints, "save", slow)
+    saver = Saver(tmp_path / "weights")
+    for epoch in range(9):
+        saver.save_epoch(epoch, {"model": {}, "epoch": epoch}, False)
+    saver.wait()
+    found = [-1, *(epoch for name, epoch in written if name == "checkpoint.pth")]
+    assert max(b - a for a, b in zip(found, found[1:], strict=False)) == 2
+    assert found[-1] == 8
+    assert len(written) - len(found) + 1 == 9
 
 
 def test_a_failed_write_reaches_the_training_thread(tmp_path):
