@@ -9,6 +9,7 @@ decodes.
 import io
 import math
 import os
+import stat
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -182,6 +183,9 @@ class MyDataSet(Dataset):
 def _opened(path: str | os.PathLike) -> Iterator[Image.Image]:
     """The opened image file. Any exception on the way becomes an ImageError."""
     try:
+        kind = os.stat(path).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            raise ValueError("it is a pipe, a socket or a device")  # where reading may never end
         with Image.open(path, formats=_FORMATS) as image:
             yield image
     # Damaged files make Pillow raise almost anything: OSError, SyntaxError, ValueError,

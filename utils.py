@@ -1,5 +1,6 @@
 """What stands before training: the folder of classes, its split, and a look at a batch."""
 
+import contextlib
 import json
 import math
 import os
@@ -321,7 +322,8 @@ def _readable(name: str) -> str:
 def _say(line: str) -> None:
     """Print, with escapes for what the terminal's encoding lacks: a name must not end a run."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding))
+    with contextlib.suppress(OSError):  # nor must a reader that has gone, as of "| head"
+        print(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _utf8_json(value: dict) -> bytes:

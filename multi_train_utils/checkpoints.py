@@ -272,7 +272,7 @@ class Saver:
         """True while something is yet to be written."""
         return self.queue.unfinished_tasks > 0
 
-    def finish(self, limit=5.0):
+    def finish(self, limit=4.0):
         """After a failure: give what is being written ``limit`` seconds to reach the disk."""
         end = time.monotonic() + limit
         while self.busy() and time.monotonic() < end:

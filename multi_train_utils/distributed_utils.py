@@ -48,9 +48,13 @@ def is_first_on_machine():
 
 
 def say(text):
-    """Print on rank 0 alone, at once also where the output is a file."""
+    """Print on rank 0 alone, at once also where the output is a file.
+
+    A terminal that was closed, or a reader that has gone, does not end training.
+    """
     if is_main_process():
-        print(text, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
 
 
 def reduce_value(value, average=True):

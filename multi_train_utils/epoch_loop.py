@@ -96,9 +96,9 @@ class Run:
             self.run_name = self.log.name
             self.log.describe(arguments=resume.plain(args), world_size=args.world_size,
                               device_names=names, classes=self.classes)
-            print("TensorBoard: tensorboard --logdir="
-                  f"{os.path.join('' if args.output_dir == '.' else args.output_dir, 'runs')}, "
-                  "then open http://localhost:6006/", flush=True)
+            say("TensorBoard: tensorboard --logdir="
+                f"{os.path.join('' if args.output_dir == '.' else args.output_dir, 'runs')}, "
+                "then open http://localhost:6006/")
 
     def one_epoch(self):
         """One epoch from its first image, or from where a resumed run stands, to its files."""
@@ -170,9 +170,9 @@ class Run:
         if self.saver is not None:
             self.saver.save_now(state)
             self.log.close()
-            print(f"Stopped by {signal.Signals(signum).name} in epoch {self.epoch} after "
-                  f"{self.position} images; all is saved. Go on with:\n"
-                  f"    {resume.command(self.args)}", flush=True)
+            say(f"Stopped by {signal.Signals(signum).name} in epoch {self.epoch} after "
+                f"{self.position} images; all is saved. Go on with:\n"
+                f"    {resume.command(self.args)}")
         self.control.gather(None)  # the others wait for the file: leaving would end rank 0 too
         raise Interrupted(signum)
 
@@ -204,8 +204,8 @@ class Run:
         """Print the epoch's line and add it to the records."""
         if self.log is None:
             return
-        print(f"[epoch {self.epoch}] accuracy: {correct / total:.3f} ({correct}/{total}), "
-              f"loss {loss:.3f}, {images_per_second:.0f} images/s, {seconds:.1f} s", flush=True)
+        say(f"[epoch {self.epoch}] accuracy: {correct / total:.3f} ({correct}/{total}), "
+            f"loss {loss:.3f}, {images_per_second:.0f} images/s, {seconds:.1f} s")
         self.log.add_epoch({
             "epoch": self.epoch, "loss": loss, "accuracy": correct / total, "correct": correct,
             "total": total, "learning_rate": float(self.step.optimizer.param_groups[0]["lr"]),
@@ -236,8 +236,8 @@ class Run:
         matrix = self.confusion.tolist()
         for name, row, number in zip(self.classes, matrix, range(len(matrix)), strict=True):
             if sum(row):
-                print(f"    {name}: {row[number] / sum(row):.3f} ({row[number]}/{sum(row)})")
+                say(f"    {name}: {row[number] / sum(row):.3f} ({row[number]}/{sum(row)})")
         self.log.add_confusion(matrix, self.classes, self.epoch - 1)
         self.log.close()
-        print(f"Best accuracy: {self.best:.3f}, weights in "
-              f"{Path(self.args.output_dir) / 'weights' / 'best.pth'}", flush=True)
+        say(f"Best accuracy: {self.best:.3f}, weights in "
+            f"{Path(self.args.output_dir) / 'weights' / 'best.pth'}")

@@ -26,7 +26,7 @@ from .distributed_utils import is_first_on_machine, wait_for_all
 
 DEADLINE = 10.0  # seconds between a signal and the end, saved or not
 PROJECT = Path(__file__).resolve().parents[1]
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1")
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
                      if hasattr(signal, name))
 
 # Files to remove should the process have to leave in the middle of writing them.
@@ -48,8 +48,9 @@ class PeerFailed(Exception):
 def run(main, args):
     """Call ``main(args)``; on failure print the cause once and end with the right exit status.
 
-    0 done, 1 failed, 130 / 143 / 138 stopped by SIGINT / SIGTERM / SIGUSR1. Never returns: after
-    a failure the process leaves without waiting for collectives that no peer will join.
+    0 done, 1 failed, 130 / 143 / 138 / 129 stopped by SIGINT / SIGTERM / SIGUSR1 / SIGHUP. Never
+    returns: after a failure the process leaves without waiting for collectives that no peer will
+    join.
     """
     for stream in (sys.stdout, sys.stderr):
         # Line by line also into a file, so that the cause of a failure is the last line there;
@@ -127,7 +128,13 @@ def speak(error, args):
     except BaseException:
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             get_error_handler().record_exception(error)
-    print(text, file=sys.stderr, flush=True)
+    tell(text)
+
+
+def tell(text):
+    """Print on stderr, where there is still one."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def raised_here(error):
@@ -195,7 +202,7 @@ def watch_parent():
 
 
 class SignalWatch:
-    """Turns SIGINT, SIGTERM and SIGUSR1 (SLURM's warning) into a stop in good order.
+    """Turns SIGINT, SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP into a stop in good order.
 
     While ``deferred`` is False a signal raises Interrupted at once. Once it is True the signal is
     only noted in ``received``, for the ranks to agree on the step after which they stop. Either
@@ -212,7 +219,7 @@ class SignalWatch:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old = {s: signal.signal(s, self._handle) for s in STOP_SIGNALS}
+        self._old = {s: signal.signal(s, self._handle) for s in STOP_SIGNALS if not self._nohup(s)}
         threading.Thread(target=self._listen, name="watch-signals", daemon=True).start()
         return self
 
@@ -224,6 +231,12 @@ class SignalWatch:
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_wakeup)
         self._writer.close()
+
+    @staticmethod
+    def _nohup(signum):
+        """True for a SIGHUP that nohup has switched off; torchrun passes it on all the same."""
+        return (signal.Signals(signum).name == "SIGHUP" and "TORCHELASTIC_RUN_ID" not in os.environ
+                and signal.getsignal(signum) is signal.SIG_IGN)
 
     def _handle(self, signum, _frame):
         first, self.received = not self.received, self.received or signum
@@ -238,8 +251,7 @@ class SignalWatch:
             try:
                 heard = self._reader.recv(1)
             except TimeoutError:
-                print(f"not stopped within {DEADLINE:g} s of the signal: leaving now",
-                      file=sys.stderr, flush=True)
+                tell(f"not stopped within {DEADLINE:g} s of the signal: leaving now")
                 leave(128 + self.received)
             if not heard:
                 return
@@ -259,7 +271,7 @@ class SignalWatch:
                     os.kill(process.pid, self.received)
 
 
-def end_processes(processes, patience=5.0):
+def end_processes(processes, patience=3.0):
     """End what is left of the processes; raise SystemExit with the first failure's status.
 
     Says so where a process was killed and could not speak for itself. Returns where all ended well.
@@ -280,8 +292,7 @@ def end_processes(processes, patience=5.0):
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""
-        print(f"error: rank {rank} of {len(processes)} was killed by {name}{hint}",
-              file=sys.stderr, flush=True)
+        tell(f"error: rank {rank} of {len(processes)} was killed by {name}{hint}")
     raise SystemExit(128 - code if code < 0 else code)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from .distributed_utils import say
+
 
 def may_fail(method):
     """A method whose failed write is said once and then left alone: training is worth more."""
@@ -22,8 +24,8 @@ def may_fail(method):
             method(self, *args, **kwargs)
         except (OSError, ValueError) as error:
             self.broken = True
-            print(f"warning: the records in {self.folder or 'runs'} are incomplete, training goes "
-                  f"on: {error}", flush=True)
+            say(f"warning: the records in {self.folder or 'runs'} are incomplete, training goes "
+                f"on: {error}")
     return attempt
 
 

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from jobs import Job, all_gone, command, descendants, load
+from conftest import ROOT, clean_environment, full_command
+from jobs import Job, all_gone, command, descendants, load, records
 
 pytestmark = pytest.mark.slow
 LAUNCHERS = ["spawn", "launch"]
@@ -135,6 +135,50 @@ def test_a_signal_to_one_rank_stops_all_in_good_order(flowers, tmp_path):
         assert_ended(job, pids, 128 + signal.SIGUSR1)
         assert "Stopped by SIGUSR1" in job.text()
     assert_resumable(tmp_path, flowers)
+
+
+@pytest.mark.parametrize("launcher", ["single", *LAUNCHERS])
+def test_a_closed_terminal_stops_all_in_good_order(flowers, tmp_path, launcher):
+    words = command(launcher, 1 if launcher == "single" else 2, "--data-path", str(flowers), *LONG)
+    process, terminal = os.forkpty()
+    if process == 0:
+        os.chdir(tmp_path)
+        words = full_command(words)
+        os.execve(words[0], words, clean_environment())
+    text = ""
+    while "[epoch 1]" not in text:
+        text += os.read(terminal, 10_000).decode()
+    pids = descendants(process)
+    os.close(terminal)
+    end = time.monotonic() + 15
+    while not (gone := os.waitpid(process, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL) if not gone[0] else None
+    assert os.waitstatus_to_exitcode(gone[1]) == (1 if launcher == "launch" else 128 + 1), text
+    assert all_gone(pids)
+    assert load(tmp_path / "weights" / "checkpoint.pth")["position"] > 0  # in mid-epoch
+    assert_resumable(tmp_path, flowers)
+
+
+def test_output_that_nobody_reads_any_more_does_not_end_training(flowers, tmp_path):
+    words = command("single", 1, "--data-path", str(flowers), "--epochs", "2")
+    with subprocess.Popen(full_command(words), cwd=tmp_path, env=clean_environment(), text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(120) == 0, process.stderr.read()
+    assert [line["epoch"] for line in records(tmp_path)] == [0, 1]
+
+
+def test_nohup_is_heeded(flowers, tmp_path):
+    words = ["nohup", *full_command(command("spawn", 2, "--data-path", str(flowers), *LONG))]
+    with Job(tmp_path, *words) as job:
+        job.wait_for("[epoch 0]")
+        for pid in (job.process.pid, *job.ranks()):
+            os.kill(pid, signal.SIGHUP)
+        job.wait_for(f"[epoch {job.text().count('accuracy:') + 2}]")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.wait(30) == 143
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -324,7 +368,6 @@ def test_little_shared_memory(flowers, tmp_path):
     start = ["unshare", "-m", "sh", "-c", script, "sh"]
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("cannot make a mount namespace here")
-    from conftest import full_command
     with Job(tmp_path / "given", *start, *full_command(words)) as job:
         assert_fails(job, 60)
         assert "/dev/shm" in job.text() and "--workers 0" in job.text()

@@ -1,5 +1,6 @@
 """Image files of every kind: the picture that a person would see, or an error with the path."""
 
+import os
 import pickle
 import struct
 import subprocess
@@ -288,6 +289,13 @@ def test_missing_empty_and_foreign_files(tmp_path, read):
     ]:
         with pytest.raises(ImageError, match=f"{name} .*{reason}"):
             read(tmp_path / name)
+
+
+@pytest.mark.parametrize("read", [open_image, image_size])
+def test_a_named_pipe_is_not_waited_for(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(ImageError, match=r"pipe\.jpg is not .* a pipe"):
+        read(tmp_path / "pipe.jpg")
 
 
 def test_a_program_for_another_interpreter_is_not_an_image(tmp_path):
