@@ -188,17 +188,30 @@ def leave(status):
 
 def watch_parent():
     """End this process when the launcher that started it has gone, however it died."""
-    spawned = multiprocessing.parent_process() is not None
-    if not spawned and "TORCHELASTIC_RUN_ID" not in os.environ:
+    spawner = multiprocessing.parent_process()
+    if spawner is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    parent = os.getppid()
+    launcher = os.getppid()
+    # It may have died while this process was still importing torch.
+    lost = spawner is None and launcher == 1 and not is_launcher(launcher)
+
+    def has_gone():
+        return lost or (os.getppid() != launcher if spawner is None else not spawner.is_alive())
 
     def watch():
-        while os.getppid() == parent:
+        while not has_gone():
             time.sleep(0.5)
         leave(1)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def is_launcher(pid):
+    """False where the process, by its name, is no Python program: an orphan's new parent, say."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().startswith(("python", "torchrun", "pt_"))
+    except OSError:  # not on Linux
+        return True
 
 
 class SignalWatch:

@@ -116,6 +116,16 @@ def test_ranks_end_with_a_killed_launcher(flowers, tmp_path, launcher):
         assert_ended(job, pids, -signal.SIGKILL)
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_end_with_a_launcher_killed_while_they_start(flowers, tmp_path, launcher):
+    with Job(tmp_path, *command(launcher, 2, "--data-path", str(flowers), *LONG)) as job:
+        while len(job.ranks()) < 2:
+            time.sleep(0.01)
+        pids = descendants(job.process.pid)
+        os.kill(job.process.pid, signal.SIGKILL)  # they have hardly begun to import torch
+        assert_ended(job, pids, -signal.SIGKILL)
+
+
 @pytest.mark.parametrize("launcher", ["single", *LAUNCHERS])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_says_how_to_go_on(flowers, tmp_path, launcher, signum):
