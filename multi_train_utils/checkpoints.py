@@ -119,16 +119,19 @@ def load_weights(model, path):
 def share_initial_weights(model, device, control):
     """Give every rank rank 0's initial weights, by a file in a private temporary folder.
 
-    Where a rank cannot see the file, on another node, the values are sent to all. Rank 0 removes
-    the file as soon as all have read it.
+    Where a rank cannot see the file, on another node, or it could not be written, the values are
+    sent to all. Rank 0 removes the file as soon as all have read it.
     """
-    folder = None
+    folder = path = None
     try:
         if control.rank == 0:
-            folder = tempfile.mkdtemp(prefix="initial_weights_")
-            torch.save(model.state_dict(), os.path.join(folder, "initial_weights.pt"))
-        path = os.path.join(control.first(folder), "initial_weights.pt")
-        seen = os.path.isfile(path)
+            with contextlib.suppress(OSError, RuntimeError):  # no space left there, say
+                folder = tempfile.mkdtemp(prefix="initial_weights_")
+                file = os.path.join(folder, "initial_weights.pt")
+                torch.save(model.state_dict(), file)
+                path = file
+        path = control.first(path)
+        seen = path is not None and os.path.isfile(path)
         if control.rank > 0 and seen:
             model.load_state_dict(torch.load(path, map_location=device, weights_only=True))
         if not all(control.gather(seen)):

@@ -206,7 +206,7 @@ class StreamingData:
         workers = choose_workers(args)
         common = {"num_workers": workers, "multiprocessing_context": worker_context(workers),
                   "persistent_workers": workers > 0, "collate_fn": collate,
-                  "pin_memory": device.type == "cuda"}
+                  "pin_memory": device.type == "cuda", "timeout": patience(args, workers)}
         self.train_loader = Batches(DataLoader(self.train_set, batch_sampler=BatchSampler(
             self.sampler, args.batch_size, drop_last=True), **common), self.on_device, device)
         self.val_loader = Batches(DataLoader(
@@ -260,6 +260,14 @@ def worker_context(workers):
     They never touch CUDA, which would not survive a fork.
     """
     return "fork" if workers and sys.platform == "linux" else None
+
+
+def patience(args, workers):
+    """Seconds to wait for a batch: a worker that cannot send it only says so, and waits itself.
+
+    Less than a peer's patience, so that the process with the cause is the first to give up.
+    """
+    return 0.9 * args.timeout if workers else 0
 
 
 def choose_workers(args):

@@ -23,6 +23,7 @@ from .data_pipeline import (
     checked,
     choose_workers,
     collate,
+    patience,
     send,
     worker_context,
 )
@@ -124,6 +125,7 @@ def decoding(dataset, args, workers, collate_fn):
     with signals_held_back():
         return iter(DataLoader(dataset, batch_size=DECODE_BATCH, sampler=sampler,
                                num_workers=workers, collate_fn=collate_fn,
+                               timeout=patience(args, workers),
                                multiprocessing_context=worker_context(workers)))
 
 

@@ -238,7 +238,8 @@ def read_environment(local_rank_argument=None):
         if name not in env:
             raise ValueError(f"{names[0]} is set but {name} is not: start with torchrun, which "
                              "sets all of them, or give the address where rank 0 listens")
-    read_integer("MASTER_PORT")
+    if read_integer("MASTER_PORT") > 65535:
+        raise ValueError(f"MASTER_PORT={env['MASTER_PORT']}: ports are numbered 0 to 65535")
     return rank, world_size, local_rank, local_size(local_rank)
 
 
@@ -284,10 +285,14 @@ def first_host(nodes):
 def join_store(args):
     """Meet the other ranks at the group's store; returns it once all have come.
 
-    Raises ``TimeoutError`` saying how many ranks joined, within ``args.startup_timeout`` seconds.
+    Raises ``TimeoutError`` saying how many ranks joined, within ``args.startup_timeout`` seconds,
+    ``ValueError`` for an address of no known kind.
     """
     limit = getattr(args, "startup_timeout", STARTUP_TIMEOUT)
     where = args.dist_url
+    if not where.startswith(("env://", "tcp://", "file://")):
+        raise ValueError(f"--dist-url {where}: must be env://, tcp://HOST:PORT of rank 0, or "
+                         "file:///PATH in a folder that all processes share")
     if where == "env://":
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     print(f"rank {args.rank} of {args.world_size} on {socket.gethostname()} joins {where} "

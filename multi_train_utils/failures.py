@@ -120,6 +120,11 @@ def speak(error, args):
         error = ChildProcessError(
             f"a loader worker died: {str(error).strip()} Out of memory, or too little shared "
             "memory (/dev/shm)? Try --workers 0 or fewer, or a smaller --batch-size.")
+    elif "DataLoader timed out" in str(error):
+        error = TimeoutError(
+            f"the loader workers sent nothing ({error}): a disk that does not answer, too few "
+            "open files allowed (ulimit -n), or too little shared memory (/dev/shm)? Try "
+            "--workers 0, or a longer --timeout.")
     text = "".join(traceback.format_exception(error)) if not raised_here(error) else ""
     name = "" if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: "
     text += f"error{where}: {name}{error}"
@@ -267,7 +272,7 @@ class SignalWatch:
                 tell(f"not stopped within {DEADLINE:g} s of the signal: leaving now")
                 leave(128 + self.received)
             if not heard:
-                return
+                return self._reader.close()
             if heard[0] not in STOP_SIGNALS:
                 continue
             # Launchers may send the same signal twice in a row: that is one wish, not two.

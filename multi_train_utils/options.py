@@ -82,7 +82,7 @@ def add_training_options(parser):
     group.add_argument("--nesterov", type=boolean, nargs="?", const=True, default=False,
                        metavar="BOOL", help="Nesterov momentum")
     group.add_argument("--label-smoothing", type=fraction, default=0.0)
-    group.add_argument("--seed", type=natural_int, default=0)
+    group.add_argument("--seed", type=seed, default=0)
     group.add_argument("--deterministic", type=boolean, nargs="?", const=True, default=False,
                        metavar="BOOL", help="the same bits in each run on the same GPUs; slower")
 
@@ -114,9 +114,9 @@ def add_process_options(parser, script):
                        type=single_device if script == "single" else group_device,
                        help="cuda, cpu or auto (a GPU if there is one)"
                             + ("; cuda:N or N chooses one" if script == "single" else ""))
-    group.add_argument("--timeout", type=positive_float, default=TIMEOUT, metavar="S",
+    group.add_argument("--timeout", type=seconds, default=TIMEOUT, metavar="S",
                        help="seconds that a peer may stay silent in training")
-    group.add_argument("--startup-timeout", type=positive_float, default=STARTUP_TIMEOUT,
+    group.add_argument("--startup-timeout", type=seconds, default=STARTUP_TIMEOUT,
                        metavar="S", help="seconds that all processes together may take to start")
     if script == "single":
         parser.set_defaults(syncBN=False)
@@ -185,6 +185,15 @@ def fraction(text):
 def image_size(text):
     # Five halvings leave one value a side at 32 px; below, the last stage has nothing to see.
     return number(int, text, 32)
+
+
+def seed(text):
+    # Generators are seeded with products of it, which 64 bits must hold.
+    return number(int, text, 0, 2**32 - 1)
+
+
+def seconds(text):
+    return number(float, text, 0, 10_000_000, exclusive=True)
 
 
 def port(text):

@@ -92,6 +92,9 @@ def claimed_folder(args, control):
     lock = None
     if args.rank == 0:
         folder = Path(args.output_dir)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--output-dir {folder} is a file: give a folder, or a name that is "
+                             "still free")
         path = folder / ".output.lock"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -299,6 +299,35 @@ def test_a_failure_of_one_rank_ends_all_and_is_said_once(flowers, tmp_path, laun
     assert_whole(tmp_path / "out")
 
 
+STALLED = """
+import os, sys, time
+sys.path.insert(0, os.environ["PLANTED_ROOT"])
+from multi_train_utils.data_pipeline import TrainingImages
+
+original = TrainingImages.__getitem__
+
+def stalled(self, key):
+    if key[0] == 1 and os.environ["RANK"] == "1":
+        time.sleep(3600)
+    return original(self, key)
+
+TrainingImages.__getitem__ = stalled
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_loader_workers_that_send_nothing_are_not_waited_for(flowers, tmp_path, launcher):
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "sitecustomize.py").write_text(STALLED)
+    env = {"PYTHONPATH": str(tmp_path / "planted"), "PLANTED_ROOT": str(ROOT)}
+    with training(tmp_path / "out", launcher, "--timeout", "5", data=flowers, env=env) as job:
+        pids = descendants(job.process.pid)
+        assert_ended(job, pids, 1, seconds=20)
+        (said,) = [line for line in job.text().splitlines() if line.startswith("error (")]
+        assert "(rank 1 of 2 on" in said and "the loader workers sent nothing" in said
+        assert "--workers 0" in said
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_taken_port_is_named(flowers, tmp_path, launcher):
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -353,6 +382,15 @@ def test_a_full_disk_names_the_file_and_keeps_the_older_one(flowers, tmp_path, l
         assert_whole(small)
 
 
+def test_a_full_temporary_folder_does_not_end_training(flowers, tmp_path):
+    words = command("spawn", 2, "--data-path", str(flowers), "--epochs", "1")
+    with mounted(tmp_path / "small", "-o", "size=1m") as small:
+        with Job(tmp_path / "job", *words, env={"TMPDIR": str(small)}) as job:
+            assert job.wait(120) == 0, job.text()
+        assert not list(small.glob("initial_weights*"))
+    assert (tmp_path / "job" / "weights" / "model-0.pth").is_file()
+
+
 def test_a_read_only_output_folder(flowers, tmp_path):
     with mounted(tmp_path / "fixed", "-o", "ro") as fixed:
         words = command("single", 1, "--data-path", str(flowers), "--output-dir", str(fixed))
@@ -361,6 +399,15 @@ def test_a_read_only_output_folder(flowers, tmp_path):
             text = job.text()
         assert "cannot write" in text and str(fixed) in text and "--output-dir" in text
         assert "Traceback" not in text
+
+
+def test_an_output_folder_that_is_a_file(flowers, tmp_path):
+    (tmp_path / "taken").touch()
+    words = command("spawn", 2, "--data-path", str(flowers), "--output-dir", "taken")
+    with Job(tmp_path, *words) as job:
+        assert_fails(job, 60)
+        assert job.text().splitlines()[-1].endswith("--output-dir taken is a file: give a folder, "
+                                                    "or a name that is still free")
 
 
 def test_records_that_cannot_be_written_do_not_end_training(flowers, tmp_path):

@@ -139,6 +139,8 @@ BAD_ENVIRONMENTS = [
     ({"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"}, "WORLD_SIZE='two'"),
     ({"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=3 does not fit WORLD_SIZE=2"),
     ({"WORLD_SIZE": "4"}, "RANK and LOCAL_RANK"),
+    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
+      "MASTER_PORT": "99999"}, "MASTER_PORT=99999: ports are numbered"),
     ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "SLURM_NTASKS")]
 
 
