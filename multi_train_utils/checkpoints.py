@@ -22,7 +22,8 @@ def read_torch_file(path):
     Raises ``FileNotFoundError`` and ``ValueError``, both naming the file.
     """
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such file")
+        what = "a folder, not a file" if os.path.isdir(path) else "no such file"
+        raise FileNotFoundError(f"{path}: {what}")
     try:
         check_unpacked_size(path)
         # Many training scripts put their options beside the weights: plain data, no code.

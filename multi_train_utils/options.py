@@ -10,6 +10,7 @@ from model import MODELS
 from .distributed_utils import STARTUP_TIMEOUT, TIMEOUT, is_first_on_machine
 
 DEFAULT_WEIGHTS = "resNet34.pth"
+LARGEST = 1e18  # of two such numbers the product still is a number in fp32
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -171,11 +172,11 @@ def natural_int(text):
 
 
 def positive_float(text):
-    return number(float, text, 0, exclusive=True)
+    return number(float, text, 0, LARGEST, exclusive=True)
 
 
 def natural_float(text):
-    return number(float, text, 0)
+    return number(float, text, 0, LARGEST)
 
 
 def fraction(text):
@@ -184,7 +185,7 @@ def fraction(text):
 
 def image_size(text):
     # Five halvings leave one value a side at 32 px; below, the last stage has nothing to see.
-    return number(int, text, 32)
+    return number(int, text, 32, 16384)
 
 
 def seed(text):

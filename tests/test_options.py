@@ -28,9 +28,10 @@ def test_flags_that_are_off_by_default(flag):
 @pytest.mark.parametrize("words", [
     ["--freeze-layers", "maybe"], ["--syncBN", "2"], ["--epochs", "0"], ["--epochs", "-1"],
     ["--batch-size", "0"], ["--lr", "-1"], ["--lr", "nan"], ["--lr", "inf"], ["--lrf", "-0.1"],
-    ["--image-size", "16"], ["--label-smoothing", "1.5"], ["--workers", "x"], ["--device", "gpu"],
-    ["--device", "cuda:0"], ["--amp", "half"], ["--model", "vgg"], ["--seed", "-1"],
-    ["--seed", "4294967296"], ["--timeout", "0"], ["--timeout", "1e300"], ["--epoch", "3"]])
+    ["--image-size", "16"], ["--image-size", "100000"], ["--weight-decay", "1e300"],
+    ["--label-smoothing", "1.5"], ["--workers", "x"], ["--device", "gpu"], ["--device", "cuda:0"],
+    ["--amp", "half"], ["--model", "vgg"], ["--seed", "-1"], ["--seed", "4294967296"],
+    ["--timeout", "0"], ["--timeout", "1e300"], ["--epoch", "3"]])
 def test_wrong_usage_names_the_flag(words, capsys, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit) as stop:

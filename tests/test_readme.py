@@ -71,7 +71,7 @@ def test_every_line_with_options_has_known_ones():
         known |= set(re.findall(r'"(--[\w-]+)"', (ROOT / script).read_text(encoding="utf-8")))
     launchers = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_id", "--rdzv_backend",
                  "--rdzv_endpoint", "--max-restarts", "--master_port", "--logdir", "--shm-size",
-                 "--kill-on-bad-exit"}
+                 "--kill-on-bad-exit", "--signals-to-handle"}
     slurm = set(re.findall(r"#SBATCH (--[\w-]+)", BATCH_FILE.read_text(encoding="utf-8")))
     assert set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]+", README)) <= known | launchers | slurm
 
