@@ -20,6 +20,7 @@ import torch.distributed as dist
 # Peers may take minutes to come up (a queue, a slow disk), but none is silent for long in training.
 STARTUP_TIMEOUT = 600.0
 TIMEOUT = 180.0
+NCCL_GRACE = 30.0
 
 
 def is_dist_avail_and_initialized():
@@ -106,9 +107,11 @@ def init_distributed_mode(args):
     args.store = join_store(args)
     if args.world_size > args.local_world_size:
         set_gloo_interface(urlsplit(args.dist_url).hostname or os.environ["MASTER_ADDR"])
+    # NCCL's watchdog aborts the process without a word that a person understands: it comes last.
+    grace = NCCL_GRACE if args.dist_backend == "nccl" else 0.0
     dist.init_process_group(
         backend=args.dist_backend, store=args.store, rank=args.rank, world_size=args.world_size,
-        timeout=timedelta(seconds=getattr(args, "timeout", TIMEOUT)),
+        timeout=timedelta(seconds=getattr(args, "timeout", TIMEOUT) + grace),
         device_id=torch.device("cuda", args.gpu) if args.dist_backend == "nccl" else None)
     args.distributed = True
     dist.barrier()

@@ -70,8 +70,9 @@ class Run:
         self.control.gather(None)
         self.control.starting = False
         try:
-            while self.epoch < args.epochs:
-                self.one_epoch()
+            with self.control.watched():
+                while self.epoch < args.epochs:
+                    self.one_epoch()
         except Exception:
             if self.saver is not None:
                 self.saver.finish()  # the last whole epoch is not lost with this one
@@ -187,7 +188,9 @@ class Run:
     def until_stopped(self, batches):
         """The batches; between them the ranks agree whether a signal came."""
         if self.data.in_memory:
-            yield from batches  # a matter of milliseconds: the next step will see the signal
+            for batch in batches:  # a matter of milliseconds: the next step will see the signal
+                self.control.heard = time.monotonic()
+                yield batch
             return
         batches = iter(batches)
         while True:

@@ -15,14 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.utils.data import dataloader
 
-from .distributed_utils import is_first_on_machine, wait_for_all
+from .distributed_utils import is_first_on_machine
 
 DEADLINE = 10.0  # seconds between a signal and the end, saved or not
 PROJECT = Path(__file__).resolve().parents[1]
@@ -116,7 +115,7 @@ def speak(error, args):
     """Print the cause for a person, and record it for torchrun's report."""
     rank, world_size = getattr(args, "rank", 0), getattr(args, "world_size", 1)
     where = f" (rank {rank} of {world_size} on {socket.gethostname()})" if world_size > 1 else ""
-    if "DataLoader worker" in str(error):  # torch raises it wherever the main thread stands
+    if is_lost_worker(error):
         error = ChildProcessError(
             f"a loader worker died: {str(error).strip()} Out of memory, or too little shared "
             "memory (/dev/shm)? Try --workers 0 or fewer, or a smaller --batch-size.")
@@ -150,6 +149,18 @@ def raised_here(error):
     file = Path(frames[-1][0].f_code.co_filename).resolve()
     ours = file.is_relative_to(PROJECT) and "site-packages" not in file.parts
     return ours and isinstance(error, (ValueError, OSError, FloatingPointError))
+
+
+def is_lost_worker(error):
+    """True for the errors by which a DataLoader tells that one of its workers is gone."""
+    if isinstance(error, RuntimeError):  # torch raises it wherever the main thread stands
+        return "DataLoader worker (pid" in str(error)
+    if "in DataLoader worker process" in str(error):  # raised by the reader's dataset, over there
+        return False
+    # A batch is fetched from its worker, which died in the middle of it.
+    return isinstance(error, (ConnectionError, EOFError)) and any(
+        frame.f_code.co_filename == dataloader.__file__
+        for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def is_lost_peer(error):
@@ -340,52 +351,3 @@ def signals_held_back():
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
-
-
-class Control:
-    """What the ranks tell each other on the host, beside the GPUs' collectives.
-
-    A gloo group of its own: a dead peer breaks it at once, a silent one after ``args.timeout``
-    seconds, while a GPU collective would stand still.
-    """
-
-    def __init__(self, args):
-        self.rank, self.world_size = args.rank, args.world_size
-        self.store, self.startup_timeout = args.store, args.startup_timeout
-        self.group, self.starting, self.meetings = None, True, 0
-        if args.distributed:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))
-
-    def largest(self, *values):
-        """The largest of each of the ints over all ranks, as a tuple."""
-        if self.world_size < 2:
-            return values
-        self._meet()
-        tensor = torch.tensor(values)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-        return tuple(tensor.tolist())
-
-    def gather(self, value):
-        """List of every rank's ``value`` (picklable), in order of rank, on all ranks."""
-        if self.world_size < 2:
-            return [value]
-        self._meet()
-        values = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def first(self, value):
-        """Rank 0's ``value`` (picklable), on all ranks."""
-        if self.world_size < 2:
-            return value
-        self._meet()
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
-
-    def _meet(self):
-        """Until training runs, ranks may take long to come: wait for them with the long limit."""
-        if self.starting:
-            self.meetings += 1
-            wait_for_all(self.store, f"start-up point {self.meetings}", self.rank,
-                         self.world_size, self.startup_timeout)

@@ -23,10 +23,11 @@ from .checkpoints import (
     share_initial_weights,
     write_error,
 )
+from .control import Control
 from .data_pipeline import ImageList, StreamingData, allowed_cpus, readable_images
 from .distributed_utils import say
 from .epoch_loop import Run
-from .failures import Control, SignalWatch, start_slow_imports
+from .failures import SignalWatch, start_slow_imports
 from .options import DEFAULT_WEIGHTS
 from .train_step import TrainStep, make_optimizer, warm_up
 

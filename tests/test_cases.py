@@ -19,6 +19,7 @@ from jobs import Job, command, load, records
 from PIL import Image
 
 from multi_train_utils import data_pipeline
+from multi_train_utils.control import Control
 from multi_train_utils.data_pipeline import (
     ImageList,
     TrainingImages,
@@ -28,7 +29,6 @@ from multi_train_utils.data_pipeline import (
     readable_images,
 )
 from multi_train_utils.distributed_utils import set_single_process
-from multi_train_utils.failures import Control
 from multi_train_utils.options import parse_args
 from multi_train_utils.trainer import read_images
 

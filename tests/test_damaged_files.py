@@ -33,9 +33,9 @@ from torch import nn
 import model
 from multi_train_utils import resume
 from multi_train_utils.checkpoints import load_weights, snapshot
+from multi_train_utils.control import Control
 from multi_train_utils.data_pipeline import ImageList
 from multi_train_utils.distributed_utils import set_single_process
-from multi_train_utils.failures import Control
 from multi_train_utils.options import parse_args
 from multi_train_utils.train_step import TrainStep, make_optimizer
 from my_dataset import ImageError, MyDataSet, image_size, open_image

@@ -12,11 +12,17 @@ import signal
 import socket
 import subprocess
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, clean_environment, full_command
 from jobs import Job, all_gone, command, descendants, load, records
+from torch.multiprocessing import reductions
+from torch.utils.data import DataLoader, Dataset
+
+from multi_train_utils.failures import speak
 
 pytestmark = pytest.mark.slow
 LAUNCHERS = ["spawn", "launch"]
@@ -326,6 +332,75 @@ def test_loader_workers_that_send_nothing_are_not_waited_for(flowers, tmp_path, 
         (said,) = [line for line in job.text().splitlines() if line.startswith("error (")]
         assert "(rank 1 of 2 on" in said and "the loader workers sent nothing" in said
         assert "--workers 0" in said
+
+
+STUCK = """
+import os, sys, time
+sys.path.insert(0, os.environ["PLANTED_ROOT"])
+from multi_train_utils.control import Control
+from multi_train_utils.epoch_loop import Run
+
+watched, validate = Control.watched, Run.validate
+
+def watched_as_with_gpus(self):
+    self.args.dist_backend = "nccl"
+    return watched(self)
+
+def stuck(self):
+    if self.epoch == 1:
+        os.write(1, f"rank {self.args.rank} waits for its GPU\n".encode())
+        time.sleep(3600)
+    return validate(self)
+
+Control.watched, Run.validate = watched_as_with_gpus, stuck
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_rank_whose_gpu_stands_still_ends(flowers, tmp_path, launcher, frozen):
+    """The main thread waits where no exception reaches it: for a collective's result."""
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "sitecustomize.py").write_text(STUCK)
+    env = {"PYTHONPATH": str(tmp_path / "planted"), "PLANTED_ROOT": str(ROOT)}
+    with training(tmp_path / "out", launcher, "--timeout", "5", data=flowers, env=env) as job:
+        for rank in range(2):
+            job.wait_for(f"rank {rank} waits for its GPU")
+        pids = descendants(job.process.pid)
+        if frozen:
+            os.kill(job.ranks()[1], signal.SIGSTOP)
+        assert_ended(job, pids, 1, seconds=5 + (45 if frozen and launcher == "launch" else 15))
+        (said,) = [line for line in job.text().splitlines() if line.startswith("error (")]
+        assert ("rank 1 does not answer" if frozen else "has not finished a collective") in said
+    assert_whole(tmp_path / "out")
+
+
+class Answers(Dataset):
+    """A set whose worker sends tensors, which the main process must fetch from it."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index > 2:
+            raise ConnectionResetError("the reader's own")
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize("how", ["reset", "own"])
+def test_a_worker_that_dies_while_its_batch_is_fetched_is_told_from_other_errors(
+        monkeypatch, capsys, how):
+    batches = iter(DataLoader(Answers(), num_workers=1, multiprocessing_context="fork"))
+
+    def reset(*_):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    if how == "reset":
+        monkeypatch.setattr(reductions, "rebuild_storage_fd", reset)
+    with pytest.raises(ConnectionResetError) as caught:
+        list(batches)
+    speak(caught.value, Namespace())
+    assert ("a loader worker died" in capsys.readouterr().err) == (how == "reset")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

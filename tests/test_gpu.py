@@ -29,10 +29,10 @@ from multi_train_utils.augmentation import (
 )
 from multi_train_utils.captured_step import CapturedStep
 from multi_train_utils.checkpoints import read_weights
+from multi_train_utils.control import Control
 from multi_train_utils.data_pipeline import ImageList, readable_images
 from multi_train_utils.device_data import DeviceData, StoredImages
 from multi_train_utils.distributed_utils import set_single_process
-from multi_train_utils.failures import Control
 from multi_train_utils.options import parse_args
 from multi_train_utils.train_step import TrainStep, make_optimizer, set_learning_rate, warm_up
 from prepare_data import draw_picture, draw_sample_set
