@@ -348,7 +348,7 @@ def watched_as_with_gpus(self):
 
 def stuck(self):
     if self.epoch == 1:
-        os.write(1, f"rank {self.args.rank} waits for its GPU\n".encode())
+        os.write(1, f"rank {self.args.rank} waits for its GPU\\n".encode())
         time.sleep(3600)
     return validate(self)
 
