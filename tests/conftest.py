@@ -12,8 +12,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# Where the tests run in the background Ctrl-C is ignored, and what they start would inherit that.
+# Where the tests run in the background Ctrl-C is ignored, under nohup the terminal's end; what they
+# start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A test that itself runs under a launcher must not hand its place in that job to its scripts.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
