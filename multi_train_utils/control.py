@@ -26,7 +26,7 @@ class Control:
     def __init__(self, args):
         self.args, self.rank, self.world_size = args, args.rank, args.world_size
         self.group, self.starting, self.meetings = None, True, 0
-        self.heard = time.monotonic()  # when this rank last got on with its work
+        self.moving()
         if args.distributed:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))
 
@@ -59,11 +59,15 @@ class Control:
 
     def _meet(self):
         """Until training runs, ranks may take long to come: wait for them with the long limit."""
-        self.heard = time.monotonic()
+        self.moving()
         if self.starting:
             self.meetings += 1
             wait_for_all(self.args.store, f"start-up point {self.meetings}", self.rank,
                          self.world_size, self.args.startup_timeout)
+
+    def moving(self):
+        """This rank gets on with its work; to be called in long work without meetings."""
+        self.moved = time.monotonic()
 
     @contextlib.contextmanager
     def watched(self):
@@ -72,7 +76,8 @@ class Control:
         A GPU in the middle of a collective waits for a dead or frozen peer for ever. Its main
         thread, waiting for a result, waits with it, where no exception reaches it.
         """
-        self.heard, over = time.monotonic(), threading.Event()
+        self.moving()
+        over = threading.Event()
         if self.args.dist_backend == "nccl":
             threading.Thread(target=self._watch, args=(over,), name="watch-peers",
                              daemon=True).start()
@@ -84,7 +89,7 @@ class Control:
     def _watch(self, over):
         limit = self.args.timeout + MARGIN
         while not over.wait(0.5):
-            if time.monotonic() - self.heard > limit:
+            if time.monotonic() - self.moved > limit:
                 report(ConnectionAbortedError("the GPU has not finished a collective for longer "
                                               f"than --timeout {self.args.timeout:g} s"), self.args)
                 leave(1)
