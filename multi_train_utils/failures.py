@@ -117,7 +117,7 @@ def speak(error, args):
     where = f" (rank {rank} of {world_size} on {socket.gethostname()})" if world_size > 1 else ""
     if is_lost_worker(error):
         error = ChildProcessError(
-            f"a loader worker died: {str(error).strip()} Out of memory, or too little shared "
+            f"a loader worker died ({str(error).strip()}): out of memory, or too little shared "
             "memory (/dev/shm)? Try --workers 0 or fewer, or a smaller --batch-size.")
     elif "DataLoader timed out" in str(error):
         error = TimeoutError(
