@@ -11,8 +11,8 @@ import torch.distributed as dist
 from .distributed_utils import wait_for_all
 from .failures import leave, report
 
-# Seconds after which a rank whose GPU stands still gives up, beyond what its peers have in
-# their meetings: they know first, and more.
+# Seconds beyond --timeout after which a rank whose GPU stands still gives up. Peers that wait in a
+# meeting, and can tell who is missing, give up before it.
 MARGIN = 2.0
 
 
@@ -78,7 +78,7 @@ class Control:
         """
         self.moving()
         over = threading.Event()
-        if self.args.dist_backend == "nccl":
+        if self.args.dist_backend == "nccl" and self.world_size > 1:  # alone it meets nobody
             threading.Thread(target=self._watch, args=(over,), name="watch-peers",
                              daemon=True).start()
         try:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -22,6 +23,7 @@ from jobs import Job, all_gone, command, descendants, load, records
 from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader, Dataset
 
+from multi_train_utils.control import Control
 from multi_train_utils.failures import speak
 
 pytestmark = pytest.mark.slow
@@ -373,6 +375,16 @@ def test_a_rank_whose_gpu_stands_still_ends(flowers, tmp_path, launcher, frozen)
         (said,) = [line for line in job.text().splitlines() if line.startswith("error (")]
         assert ("rank 1 does not answer" if frozen else "has not finished a collective") in said
     assert_whole(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(1, "nccl"), (2, "gloo"), (2, "nccl")])
+def test_only_a_rank_with_peers_and_a_gpu_is_watched(world_size, backend):
+    """One process under torchrun comes to no meetings: watched, it would be taken for stuck."""
+    control = Control(Namespace(rank=0, world_size=world_size, dist_backend=backend, timeout=60,
+                                distributed=False))
+    with control.watched():
+        names = {thread.name for thread in threading.enumerate()}
+    assert ("watch-peers" in names) == (world_size > 1 and backend == "nccl")
 
 
 class Answers(Dataset):
