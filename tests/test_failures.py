@@ -44,6 +44,13 @@ def training(folder, launcher, *options, processes=2, data, env=None, after="[ep
         yield job
 
 
+def planted(folder, code):
+    """Variables of an environment in which every Python process begins with ``code``."""
+    (folder / "planted").mkdir()
+    (folder / "planted" / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(folder / "planted"), "PLANTED_ROOT": str(ROOT)}
+
+
 def assert_ended(job, pids, status=None, seconds=15):
     """The job, and every process of it, ends within ``seconds`` from now."""
     began = time.monotonic()
@@ -293,9 +300,7 @@ setattr(Run, method, planted)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("where", ["after_step", "validate", "save", "nan"])
 def test_a_failure_of_one_rank_ends_all_and_is_said_once(flowers, tmp_path, launcher, where):
-    (tmp_path / "planted").mkdir()
-    (tmp_path / "planted" / "sitecustomize.py").write_text(PLANTED)
-    env = {"PYTHONPATH": str(tmp_path / "planted"), "PLANTED": where, "PLANTED_ROOT": str(ROOT)}
+    env = planted(tmp_path, PLANTED) | {"PLANTED": where}
     with training(tmp_path / "out", launcher, data=flowers, env=env) as job:
         pids = descendants(job.process.pid)
         # Counted from the first epoch's line, so with the second epoch that leads to the failure.
@@ -325,9 +330,7 @@ TrainingImages.__getitem__ = stalled
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_loader_workers_that_send_nothing_are_not_waited_for(flowers, tmp_path, launcher):
-    (tmp_path / "planted").mkdir()
-    (tmp_path / "planted" / "sitecustomize.py").write_text(STALLED)
-    env = {"PYTHONPATH": str(tmp_path / "planted"), "PLANTED_ROOT": str(ROOT)}
+    env = planted(tmp_path, STALLED)
     with training(tmp_path / "out", launcher, "--timeout", "5", data=flowers, env=env) as job:
         pids = descendants(job.process.pid)
         assert_ended(job, pids, 1, seconds=20)
@@ -362,9 +365,7 @@ Control.watched, Run.validate = watched_as_with_gpus, stuck
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_rank_whose_gpu_stands_still_ends(flowers, tmp_path, launcher, frozen):
     """The main thread waits where no exception reaches it: for a collective's result."""
-    (tmp_path / "planted").mkdir()
-    (tmp_path / "planted" / "sitecustomize.py").write_text(STUCK)
-    env = {"PYTHONPATH": str(tmp_path / "planted"), "PLANTED_ROOT": str(ROOT)}
+    env = planted(tmp_path, STUCK)
     with training(tmp_path / "out", launcher, "--timeout", "5", data=flowers, env=env) as job:
         for rank in range(2):
             job.wait_for(f"rank {rank} waits for its GPU")
