@@ -135,15 +135,32 @@ def image_size(path: str | os.PathLike) -> tuple[int, int]:
         return (height, width) if sideways else (width, height)
 
 
+class ImageKey(int):
+    """An index into MyDataSet that says more: for which epoch, and what size will suffice.
+
+    Anything that takes an index takes it: it is an int. `at_least` is as for `open_image`.
+    """
+
+    epoch: int
+    at_least: tuple[int, int] | None
+
+    def __new__(
+        cls, index: int, epoch: int = 0, at_least: tuple[int, int] | None = None
+    ) -> "ImageKey":
+        key = super().__new__(cls, index)
+        key.epoch, key.at_least = epoch, at_least
+        return key
+
+
 class MyDataSet(Dataset):
-    """Image files with their class numbers.
+    """Image files with their class numbers. Every picture of a training run comes out of it.
 
     Args:
         images_path: the files.
         images_class: the class number of each.
         transform: called with the RGB Pillow image; None hands out the image itself.
 
-    `dataset[i]` is `(transform(image), label)`. Raises ValueError for lists of different
+    `dataset[i]` is `(transform(image), label)`; `i` may be an `ImageKey`. Raises ValueError for lists of different
     length, and ImageError, which names the file, when an image is asked for that cannot be read.
     """
 
@@ -166,7 +183,7 @@ class MyDataSet(Dataset):
         return len(self.images_path)
 
     def __getitem__(self, item: int) -> tuple[Any, int]:
-        image = open_image(self.images_path[item])
+        image = open_image(self.images_path[item], at_least=getattr(item, "at_least", None))
         if self.transform is not None:
             image = self.transform(image)
         return image, self.images_class[item]

@@ -5,18 +5,20 @@
 """
 
 from multi_train_utils.distributed_utils import cleanup, init_distributed_mode
-from multi_train_utils.failures import run
-from multi_train_utils.options import parse_args
+from multi_train_utils.options import Options, parse_args
+from multi_train_utils.safety.ending import run
+from multi_train_utils.safety.rendezvous import meet
 from multi_train_utils.trainer import train
 
 
-def main(args):
+def main(args: Options) -> None:
     """Train with ``args`` as parse_args gives them; each process of the launcher calls this.
 
-    After a failure ``run`` ends the process at once: leaving the group in good order would wait
-    for peers that never come.
+    ``meet`` joins as torch's own rendezvous would, and knows who is missing. After a failure
+    ``run`` ends the process at once: leaving the group in good order would wait for peers that
+    never come.
     """
-    init_distributed_mode(args)
+    init_distributed_mode(args, join=meet)
     train(args)
     cleanup()
 

@@ -5,12 +5,12 @@
 """
 
 from multi_train_utils.distributed_utils import set_single_process
-from multi_train_utils.failures import run
-from multi_train_utils.options import parse_args
+from multi_train_utils.options import Options, parse_args
+from multi_train_utils.safety.ending import run
 from multi_train_utils.trainer import train
 
 
-def main(args):
+def main(args: Options) -> None:
     """Train with ``args`` as parse_args gives them."""
     set_single_process(args)
     train(args)

@@ -7,10 +7,12 @@ import os
 import random
 import re
 import secrets
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -360,3 +362,48 @@ def _denormalised(image):
     mean = image.new_tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
     std = image.new_tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
     return (image * std + mean).clamp(0, 1).permute(1, 2, 0).cpu()
+
+
+# Files to remove should the process have to leave in the middle of writing them.
+unfinished_files = set()
+
+
+@contextlib.contextmanager
+def written_whole(path):
+    """A temporary path beside ``path``; renamed to it at the end, removed after any failure.
+
+    ``OSError`` (full disk, read-only folder, file-size limit) names the path; the older file stays
+    as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished_files.add(temporary)
+    try:
+        yield temporary
+        with open(temporary, "r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        # torch reports a failed write as RuntimeError, without the system's reason.
+        raise write_error(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        unfinished_files.discard(temporary)
+
+
+def write_error(path, error):
+    """A failed write as an ``OSError`` that says which file, why, and what to do."""
+    reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(path.parent).free < 2**20:
+            reason = "no space left on the device"
+    return OSError(f"cannot write {path}: {reason}. The older file, if any, is as it was; free "
+                   "space there or choose another --output-dir")
+
+
+def allowed_cpus():
+    """Number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

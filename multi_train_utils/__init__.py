@@ -1,5 +1,18 @@
-"""The shared core of the three training scripts: one idea a file, imports run downwards only.
+"""The shared core of the three training scripts.
 
-trainer -> data_pipeline, device_data, train_step, captured_step, checkpoints, run_log
-        -> augmentation, failures, train_eval_utils -> distributed_utils
+Read trainer.py, the recipe, then train_eval_utils.py, its loop and its step. The rest is for
+another day:
+
+    distributed_utils.py  environment, GPU, process group, reduce_value
+    options.py            the command line
+    data_pipeline.py      the sampler; from files to batches
+    augmentation.py       crops, and the place for augmentations of your own
+    safety/               how a run ends, and how the ranks agree
+    speed/                captured step, images in GPU memory, the next batch ahead
+    records/              checkpoints, weights, the records of a run
+
+Imports run downwards only:
+
+    trainer -> speed, records -> data_pipeline -> augmentation, safety -> train_eval_utils
+            -> options -> distributed_utils
 """

@@ -1,7 +1,7 @@
-"""Which part of an image an epoch sees, and how it is cut out: on the host and on the device.
+"""What an epoch sees of an image: its crop, and the one place for augmentations of your own.
 
-The crop follows from (seed, epoch, index of the image in the training list) alone. Neither the
-worker, the rank, the number of processes nor the way of the pixels changes it.
+All of it follows from (seed, epoch, index of the image in the training list) alone. Neither the
+worker, the rank, the number of processes, a resume nor the way of the pixels changes it.
 """
 
 import math
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 
 # ImageNet's statistics, per channel of an image in 0..1: what the public weights were trained on.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -25,12 +26,12 @@ class Crop(NamedTuple):
     height: float
     flip: bool
 
-    def scaled(self, x, y):
+    def scaled(self, x: float, y: float) -> "Crop":
         """The same part of the image after its sides were multiplied by ``x`` and ``y``."""
         return Crop(self.left * x, self.top * y, self.width * x, self.height * y, self.flip)
 
 
-def draw_crop(seed, epoch, index, width, height):
+def draw_crop(seed: int, epoch: int, index: int, width: int, height: int) -> Crop:
     """Random box and flip for one image in one epoch.
 
     The box covers 8 % to 100 % of the area at an aspect ratio of 3/4 to 4/3 (the Inception crop,
@@ -50,23 +51,69 @@ def draw_crop(seed, epoch, index, width, height):
     return Crop((width - w) // 2, (height - h) // 2, w, h, flip)
 
 
-def crop_image(image, crop, size):
+def augment(images: Tensor, seeds: Tensor) -> Tensor:
+    """The place for an augmentation of your own: training batches pass here, validation's do not.
+
+    ``images``: B x size x size x 3, 0..255, on the device, cropped and mirrored, not yet
+    normalised; uint8 where images are streamed, floating point where they are kept on the GPU.
+    ``seeds`` (B, int64, on the device) follow from (seed, epoch, index), one for each image:
+    what is drawn from them with uniform() is the same at any number of processes and after a
+    resume. Returns a batch of the same shape. It runs beside the captured step, not inside.
+    For example brightness, up to 20 % up or down:
+
+        factor = 0.8 + 0.4 * uniform(seeds, 1).view(-1, 1, 1, 1)
+        return (images * factor).clamp(0, 255)
+    """
+    return images
+
+
+def image_seed(seed: int, epoch: int, index: int) -> int:
+    """A number of 63 bits for one image in one epoch."""
+    return ((seed * 1_000_003 + epoch) * 0x9E3779B97F4A7C15 + index) % 2**63
+
+
+def uniform(seeds: Tensor, count: int) -> Tensor:
+    """``count`` random numbers in 0..1 for each of the B seeds (int64): float32, B x count.
+
+    Drawn where the seeds are, with no work on the host: SplitMix64 (Steele, Lea and Flood 2014,
+    "Fast splittable pseudorandom number generators"), its 64 bits in wrapping int64.
+    """
+    steps = torch.arange(1, count + 1, device=seeds.device, dtype=torch.int64)
+    x = seeds.unsqueeze(1) + steps * signed(0x9E3779B97F4A7C15)
+    x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
+    x = x ^ shifted(x, 31)
+    return shifted(x, 40).float() / 2**24
+
+
+def signed(number: int) -> int:
+    """The int64 of the same 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """int64 moved right as if it had no sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def crop_image(image: Image.Image, crop: Crop, size: int) -> Image.Image:
     """Cut ``crop`` out of a PIL image, resized to ``size`` x ``size``, mirrored if it says so."""
     box = (crop.left, crop.top, crop.left + crop.width, crop.top + crop.height)
     if all(float(edge).is_integer() for edge in box):
-        image = image.crop(tuple(int(edge) for edge in box))
+        left, top, right, bottom = map(int, box)
+        image = image.crop((left, top, right, bottom))
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     else:
         image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crop.flip else image
 
 
-def short_side(image_size):
+def short_side(image_size: int) -> int:
     """Length of the short side before validation's centre crop: 256 for 224, the same ratio."""
     return round(image_size * 256 / 224)
 
 
-def validation_image(image, image_size):
+def validation_image(image: Image.Image, image_size: int) -> Image.Image:
     """Resize the short side, cut the centre: what validation and prediction see (PIL image)."""
     short, (width, height) = short_side(image_size), image.size
     if max(width, height) > 8 * min(width, height):
@@ -83,7 +130,7 @@ def validation_image(image, image_size):
     return image.crop((left, top, left + image_size, top + image_size))
 
 
-def to_tensor(image):
+def to_tensor(image: Image.Image) -> Tensor:
     """The pixels of an RGB PIL image as uint8, height x width x 3."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, 3)
@@ -96,62 +143,11 @@ class Normalizer:
     same values bit for bit as torchvision's ToTensor and Normalize.
     """
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         # Made once: inside a captured step nothing may be copied from the host.
         self.mean = torch.tensor(MEAN, device=device)
         self.std = torch.tensor(STD, device=device)
 
-    def __call__(self, images):
+    def __call__(self, images: Tensor) -> Tensor:
         images = ((images.float() / 255 - self.mean) / self.std).permute(0, 3, 1, 2)
         return images if images.is_cuda else images.contiguous()
-
-
-def crop_batch(pixels, table, window, size):
-    """Crop, resize and mirror a batch on the device, as crop_image does image by image.
-
-    ``pixels`` (P x 3, uint8) holds images one after the other, row by row. ``table`` (B x 7,
-    float64) has for each image of the batch: number of its first pixel, its width in pixels, and
-    left, top, width, height, flip of the crop. ``window`` = (height, width) bounds the boxes.
-    Returns B x size x size x 3 values in 0..255, float16 on a GPU and float32 on the CPU.
-
-    Bilinear with antialiasing is linear in each direction: one matrix per image and direction,
-    and the whole batch is two batched matrix products, with no work per image on the host.
-    """
-    dtype = torch.float16 if pixels.is_cuda else torch.float32
-    start, stride, left, top, width, height, flip = table.unsqueeze(-1).unbind(1)
-    rows, first_row, last_row = resize_matrix(top, height, torch.zeros_like(flip), window[0], size)
-    columns, first_column, last_column = resize_matrix(left, width, flip, window[1], size)
-    y = torch.minimum(first_row + steps(window[0], table), last_row)
-    x = torch.minimum(first_column + steps(window[1], table), last_column)
-    line = start + y * stride
-    index = (line.unsqueeze(2) + x.unsqueeze(1)).long()
-    cut = pixels[index].to(dtype)  # B x rows x columns x 3
-    batch = len(table)
-    cut = torch.bmm(rows.to(dtype), cut.view(batch, window[0], -1))
-    cut = cut.view(batch, size, window[1], 3).transpose(1, 2).reshape(batch, window[1], -1)
-    cut = torch.bmm(columns.to(dtype), cut)
-    return cut.view(batch, size, size, 3).transpose(1, 2).contiguous()
-
-
-def steps(count, like):
-    """0, 1, ... count - 1 in the dtype and on the device of ``like``."""
-    return torch.arange(count, dtype=like.dtype, device=like.device)
-
-
-def resize_matrix(begin, length, flip, window, size):
-    """Weights of Pillow's bilinear resize with antialiasing, in one direction, per image.
-
-    All arguments but the last two are B x 1. Returns the weights (B x size x window, float32) of
-    the pixels from the box's first one on, and the numbers of its first and last pixel.
-    """
-    first, last = begin.floor(), (begin + length).ceil() - 1
-    out = steps(size, begin)
-    out = torch.where(flip > 0, size - 1 - out, out)
-    scale = length / size
-    # Relative to the first pixel: small numbers, so float32 is exact enough for the weights.
-    center = (begin - first + (out + 0.5) * scale).float().unsqueeze(2)
-    pixel = steps(window, center)
-    reach = scale.clamp(min=1).float().unsqueeze(2)
-    weight = (1 - (pixel + 0.5 - center).abs() / reach).clamp(min=0)
-    weight = weight * (pixel <= (last - first).float().unsqueeze(2))
-    return weight / weight.sum(dim=2, keepdim=True), first, last

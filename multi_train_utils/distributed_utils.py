@@ -10,7 +10,8 @@ import socket
 import struct
 import threading
 import time
-import uuid
+from argparse import Namespace
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -20,35 +21,34 @@ import torch.distributed as dist
 # Peers may take minutes to come up (a queue, a slow disk), but none is silent for long in training.
 STARTUP_TIMEOUT = 600.0
 TIMEOUT = 180.0
-NCCL_GRACE = 30.0
 
 
-def is_dist_avail_and_initialized():
+def is_dist_avail_and_initialized() -> bool:
     """True where this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
-def get_world_size():
+def get_world_size() -> int:
     """Number of processes in the group; 1 without a group."""
     return dist.get_world_size() if is_dist_avail_and_initialized() else 1
 
 
-def get_rank():
+def get_rank() -> int:
     """This process's number in the group, 0 to world size - 1; 0 without a group."""
     return dist.get_rank() if is_dist_avail_and_initialized() else 0
 
 
-def is_main_process():
+def is_main_process() -> bool:
     """True in the one process that prints, logs and writes files."""
     return get_rank() == 0
 
 
-def is_first_on_machine():
+def is_first_on_machine() -> bool:
     """True in the process that speaks for its machine before there is a group."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
-def say(text):
+def say(text: str) -> None:
     """Print on rank 0 alone, at once also where the output is a file.
 
     A terminal that was closed, or a reader that has gone, does not end training.
@@ -58,7 +58,7 @@ def say(text):
             print(text, flush=True)
 
 
-def reduce_value(value, average=True):
+def reduce_value(value: torch.Tensor, average: bool = True) -> torch.Tensor:
     """Sum, or with ``average`` mean, of a tensor over all processes.
 
     Returns ``value`` itself where there is one process, else a new tensor of the same shape and
@@ -77,7 +77,9 @@ def reduce_value(value, average=True):
         return total / world_size if average else total
 
 
-def init_distributed_mode(args):
+def init_distributed_mode(
+    args: Namespace, join: Callable[[Namespace], dist.Store] | None = None
+) -> None:
     """Join the process group that the launcher's environment describes.
 
     Reads ``args.device`` ("cuda", "cpu" or "auto") and ``args.dist_url``; ``args.local_rank``,
@@ -86,9 +88,14 @@ def init_distributed_mode(args):
     ``dist_backend``, ``device`` ("cuda" or "cpu") and ``store`` (the group's key-value store).
     Without a launcher it says so and leaves one process with no group.
 
+    ``join(args)`` meets the other ranks and returns the group's store; by default torch's own
+    rendezvous does. The training scripts hand in a more careful one (safety/rendezvous.py), which
+    knows who is missing; with it a collective's time limit is that of the start, since from then
+    on a thread of the trainer's keeps patience.
+
     Raises ``ValueError`` for an environment that is incomplete or wrong, ``OSError`` (which is
-    ``EnvironmentError``) where "cuda" was asked for and there is none, ``TimeoutError`` where a
-    peer never came.
+    ``EnvironmentError``) where "cuda" was asked for and there is none; torch's own errors where a
+    peer never came, or those of ``join``.
     """
     place = read_environment(getattr(args, "local_rank", None))
     if place is None:
@@ -104,20 +111,44 @@ def init_distributed_mode(args):
     if args.gpu is not None:
         # Before anything touches CUDA: else every rank opens a context on GPU 0 as well.
         torch.cuda.set_device(args.gpu)
-    args.store = join_store(args)
+    print(f"rank {args.rank} of {args.world_size} on {socket.gethostname()} joins "
+          f"{meeting_place(args)} ({args.dist_backend}, {startup_limit(args):g} s at most)",
+          flush=True)
+    args.store = (join or torch_rendezvous)(args)
     if args.world_size > args.local_world_size:
         set_gloo_interface(urlsplit(args.dist_url).hostname or os.environ["MASTER_ADDR"])
-    # NCCL's watchdog aborts the process without a word that a person understands: it comes last.
-    grace = NCCL_GRACE if args.dist_backend == "nccl" else 0.0
+    patience = getattr(args, "timeout", TIMEOUT) if join is None else startup_limit(args)
     dist.init_process_group(
         backend=args.dist_backend, store=args.store, rank=args.rank, world_size=args.world_size,
-        timeout=timedelta(seconds=getattr(args, "timeout", TIMEOUT) + grace),
+        timeout=timedelta(seconds=patience),
         device_id=torch.device("cuda", args.gpu) if args.dist_backend == "nccl" else None)
     args.distributed = True
     dist.barrier()
 
 
-def set_gloo_interface(master):
+def torch_rendezvous(args: Namespace) -> dist.Store:
+    """The group's store by torch's own rendezvous, once rank 0 has been reached."""
+    store, _, _ = next(dist.rendezvous(args.dist_url, args.rank, args.world_size,
+                                       timeout=timedelta(seconds=startup_limit(args))))
+    return dist.PrefixStore("multi_train", store)
+
+
+def meeting_place(args: Namespace) -> str:
+    """Where the ranks meet, as a person would say it; ``ValueError`` for an unknown kind of URL."""
+    if not args.dist_url.startswith(("env://", "tcp://", "file://")):
+        raise ValueError(f"--dist-url {args.dist_url}: must be env://, tcp://HOST:PORT of rank 0, "
+                         "or file:///PATH in a folder that all processes share")
+    if args.dist_url == "env://":
+        return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return args.dist_url
+
+
+def startup_limit(args: Namespace) -> float:
+    """Seconds that all ranks together may take to come."""
+    return getattr(args, "startup_timeout", STARTUP_TIMEOUT)
+
+
+def set_gloo_interface(master: str) -> None:
     """Have gloo listen where the other machines can reach it, unless GLOO_SOCKET_IFNAME is set.
 
     gloo listens at the address of the machine's own name. Many systems map that name to 127.0.1.1
@@ -145,7 +176,7 @@ def set_gloo_interface(master):
             return  # all processes are on this machine
 
 
-def is_loopback(name):
+def is_loopback(name: str) -> bool:
     """True where a host's name leads to the machine itself, or nowhere."""
     try:
         return socket.gethostbyname(name).startswith("127.")
@@ -153,7 +184,7 @@ def is_loopback(name):
         return True
 
 
-def cleanup(limit=10.0):
+def cleanup(limit: float = 10.0) -> None:
     """Leave the process group; does nothing where there is none.
 
     Waits ``limit`` seconds at most for NCCL, which waits for peers and for captured graphs while
@@ -173,7 +204,7 @@ def cleanup(limit=10.0):
         thread.join(limit)
 
 
-def set_single_process(args):
+def set_single_process(args: Namespace) -> None:
     """Fill in ``args`` for one process without a group: same fields as init_distributed_mode."""
     args.rank, args.world_size, args.local_world_size = 0, 1, 1
     args.distributed, args.dist_backend, args.store = False, None, None
@@ -183,7 +214,7 @@ def set_single_process(args):
         torch.cuda.set_device(args.gpu)
 
 
-def select_gpu(device, local_rank, local_world_size):
+def select_gpu(device: str, local_rank: int, local_world_size: int) -> int | None:
     """The index of this process's GPU, or None for the CPU.
 
     ``device`` is "cuda", "cpu", "auto", or for a single process "cuda:N" or "N". Raises
@@ -213,7 +244,7 @@ def select_gpu(device, local_rank, local_world_size):
     return local_rank
 
 
-def read_environment(local_rank_argument=None):
+def read_environment(local_rank_argument: int | None = None) -> tuple[int, int, int, int] | None:
     """(rank, world size, local rank, local world size) from the launcher, None without one.
 
     torchrun and torch.distributed.launch set RANK, WORLD_SIZE, LOCAL_RANK; SLURM's srun sets
@@ -246,7 +277,7 @@ def read_environment(local_rank_argument=None):
     return rank, world_size, local_rank, local_size(local_rank)
 
 
-def read_integer(name):
+def read_integer(name: str) -> int:
     """The environment variable ``name`` as a number; ``ValueError`` if missing or bad."""
     text = os.environ.get(name)
     if text is None:
@@ -257,7 +288,7 @@ def read_integer(name):
     return int(text)
 
 
-def local_size(local_rank):
+def local_size(local_rank: int) -> int:
     """How many processes of the job run on this machine, at least ``local_rank`` + 1."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         counts = re.findall(r"\d+", re.sub(r"\(x\d+\)", "", os.environ.get(name, "")))
@@ -266,7 +297,7 @@ def local_size(local_rank):
     return local_rank + 1
 
 
-def set_slurm_address():
+def set_slurm_address() -> None:
     """Set MASTER_ADDR and MASTER_PORT from the step's node list and job id, unless given."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if "MASTER_ADDR" not in os.environ and nodes:
@@ -279,106 +310,8 @@ def set_slurm_address():
         os.environ["MASTER_PORT"] = str(15000 + number % 15000)
 
 
-def first_host(nodes):
+def first_host(nodes: str) -> str:
     """First name of a SLURM node list: "gpu[003-005,9],login" gives "gpu003"."""
     match = re.match(r"([^,\[]+)(?:\[([^,\]-]+)[^\]]*\])?([^,]*)", nodes)
+    assert match is not None, nodes
     return match[1] + (match[2] or "") + (match[3] if match[2] else "")
-
-
-def join_store(args):
-    """Meet the other ranks at the group's store; returns it once all have come.
-
-    Raises ``TimeoutError`` saying how many ranks joined, within ``args.startup_timeout`` seconds,
-    ``ValueError`` for an address of no known kind.
-    """
-    limit = getattr(args, "startup_timeout", STARTUP_TIMEOUT)
-    where = args.dist_url
-    if not where.startswith(("env://", "tcp://", "file://")):
-        raise ValueError(f"--dist-url {where}: must be env://, tcp://HOST:PORT of rank 0, or "
-                         "file:///PATH in a folder that all processes share")
-    if where == "env://":
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    print(f"rank {args.rank} of {args.world_size} on {socket.gethostname()} joins {where} "
-          f"({args.dist_backend}, {limit:g} s at most)", flush=True)
-    try:
-        store, _, _ = next(dist.rendezvous(args.dist_url, args.rank, args.world_size,
-                                           timeout=timedelta(seconds=limit)))
-    except (dist.DistError, RuntimeError, OSError) as error:
-        raise join_error(args, where, limit, error) from error
-    return agree_on_attempt(dist.PrefixStore("multi_train", store), args.rank, args.world_size,
-                            limit)
-
-
-def agree_on_attempt(store, rank, world_size, limit):
-    """The part of the store that belongs to this attempt alone, once all ranks have come.
-
-    torchrun keeps its store over restarts, and what ranks of an earlier attempt left must not
-    count. TORCHELASTIC_RESTART_COUNT does not tell attempts apart: of several agents only the one
-    whose rank failed counts. So rank 0 draws a name, and answers each rank by the word that the
-    rank has drawn for itself: what an earlier attempt asked or answered misleads nobody.
-    """
-    word = uuid.uuid4().hex
-    end = time.monotonic() + limit
-    if rank == 0:
-        own = dist.PrefixStore(word, store)
-        answer_questions(store, own, word, world_size, limit)
-    else:
-        store.set(f"question/{rank}", word)
-        while not store.check([f"answer/{word}"]):
-            if time.monotonic() > end:
-                raise TimeoutError(f"rank 0 of {world_size} did not come within {limit:g} s: "
-                                   "start it with the same address and port")
-            time.sleep(0.05)
-        own = dist.PrefixStore(store.get(f"answer/{word}").decode(), store)
-    wait_for_all(own, "joined", rank, world_size, limit)
-    return own
-
-
-def answer_questions(store, own, word, world_size, limit):
-    """Tell every other rank the attempt's name, ``word``, until each has joined under it."""
-    end = time.monotonic() + limit
-    missing = list(range(1, world_size))
-    while missing:
-        for peer in missing:
-            # The question may be an earlier attempt's: look again until the peer has joined.
-            if store.check([f"question/{peer}"]):
-                store.set("answer/" + store.get(f"question/{peer}").decode(), word)
-        missing = [peer for peer in missing if not own.check([f"joined/{peer}"])]
-        if missing and time.monotonic() > end:
-            raise TimeoutError(f"{world_size - len(missing)} of {world_size} ranks joined within "
-                               f"{limit:g} s; missing: rank {', '.join(map(str, missing))}")
-        time.sleep(0.05)
-
-
-def join_error(args, where, limit, error):
-    """What went wrong while meeting at ``where``, as an exception for the user."""
-    text = str(error)
-    joined = re.search(r"(\d+)/\d+ clients joined", text)
-    if joined:
-        return TimeoutError(f"only {joined[1]} of {args.world_size} ranks joined {where} within "
-                            f"{limit:g} s: start the missing ones with the same address and port")
-    if "in use" in text:
-        return OSError(f"rank {args.rank} cannot listen on {where}: the port is taken. Give "
-                       "another MASTER_PORT (torchrun: --standalone, or --master_port)")
-    return TimeoutError(f"rank {args.rank} of {args.world_size} could not join {where} within "
-                        f"{limit:g} s: is rank 0 running there? ({text.splitlines()[0][:200]})")
-
-
-def wait_for_all(store, name, rank, world_size, limit):
-    """Wait on the host until every rank has come to the point ``name``.
-
-    Unlike a barrier it has its own time limit (``limit`` seconds), keeps the GPU free, and knows
-    who is missing: ``TimeoutError`` says which ranks. ``ConnectionAbortedError`` where a rank has
-    noted its failure in the store under "failure".
-    """
-    keys = [f"{name}/{peer}" for peer in range(world_size)]
-    store.set(keys[rank], "here")
-    end = time.monotonic() + limit
-    while not store.check(keys):
-        if store.check(["failure"]):
-            raise ConnectionAbortedError("another rank has failed")
-        if time.monotonic() > end:
-            missing = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
-            raise TimeoutError(f"{world_size - len(missing)} of {world_size} ranks came to "
-                               f"'{name}' within {limit:g} s; missing: rank {', '.join(missing)}")
-        time.sleep(0.05)

@@ -4,6 +4,10 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from model import MODELS
 
@@ -14,10 +18,59 @@ LARGEST = 1e18  # of two such numbers the product still is a number in fp32
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
+class Options(argparse.Namespace):
+    """What a training script was asked for; the last part is where this process stands.
+
+    ``--help`` explains each option; None stands for "not given".
+    """
+
+    script: str  # single, launch or spawn
+    data_path: str
+    num_classes: int | None
+    image_size: int
+    batch_size: int
+    workers: int | None
+    skip_bad_images: bool
+    model: str
+    weights: str | None
+    freeze_layers: bool
+    epochs: int
+    lr: float
+    lrf: float
+    warmup_epochs: float
+    weight_decay: float
+    nesterov: bool
+    label_smoothing: float
+    seed: int
+    deterministic: bool
+    amp: str
+    data_cache: str
+    cuda_graph: bool
+    output_dir: str
+    resume: str | None
+    keep: int | None
+    device: str  # once the process stands: "cuda" or "cpu"
+    timeout: float
+    startup_timeout: float
+    syncBN: bool
+    dist_url: str
+    master_port: int | None
+    local_rank: int | None
+
+    # Set by init_distributed_mode or set_single_process.
+    rank: int
+    world_size: int  # spawn: asked for
+    local_world_size: int
+    gpu: int | None  # None on the CPU
+    distributed: bool
+    dist_backend: str | None
+    store: dist.Store | None
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that reports wrong usage once, not once per rank."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         if not is_first_on_machine():
             time.sleep(2)  # the first to leave has the others ended: let rank 0 speak first
             sys.exit(2)
@@ -27,12 +80,12 @@ class Parser(argparse.ArgumentParser):
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Adds the default to each option's help where there is one to tell."""
 
-    def _get_help_string(self, action):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def parse_args(script, argv=None):
-    """The options of a training script as a namespace; exit status 2 for wrong usage.
+def parse_args(script: str, argv: Sequence[str] | None = None) -> Options:
+    """The options of a training script; exit status 2 for wrong usage.
 
     ``script`` is "single", "launch" or "spawn"; ``argv`` the words (default: the command's own).
     """
@@ -42,12 +95,12 @@ def parse_args(script, argv=None):
     add_speed_options(parser)
     add_run_options(parser)
     add_process_options(parser, script)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, Options())
     args.script = script
     return args
 
 
-def add_data_options(parser):
+def add_data_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     group.add_argument("--data-path", default="flower_photos", metavar="DIR",
                        help="folder with one sub-folder of images per class")
@@ -64,7 +117,7 @@ def add_data_options(parser):
                        metavar="BOOL", help="decode every file first, leave the unreadable out")
 
 
-def add_training_options(parser):
+def add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--model", choices=sorted(MODELS), default="resnet34")
     group.add_argument("--weights", metavar="FILE",
@@ -88,7 +141,7 @@ def add_training_options(parser):
                        metavar="BOOL", help="the same bits in each run on the same GPUs; slower")
 
 
-def add_speed_options(parser):
+def add_speed_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speed")
     group.add_argument("--amp", choices=["off", "bf16", "fp16"], default="off",
                        help="mixed precision")
@@ -98,7 +151,7 @@ def add_speed_options(parser):
                        help="replay the whole training step as one CUDA graph")
 
 
-def add_run_options(parser):
+def add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--output-dir", default=".", metavar="DIR",
                        help="where weights/, runs/ and class_indices.json are written")
@@ -109,7 +162,7 @@ def add_run_options(parser):
                        help="how many model-{epoch}.pth stay (default: all)")
 
 
-def add_process_options(parser, script):
+def add_process_options(parser: argparse.ArgumentParser, script: str) -> None:
     group = parser.add_argument_group("processes and devices")
     group.add_argument("--device", default="cuda", metavar="DEV",
                        type=single_device if script == "single" else group_device,
@@ -139,7 +192,7 @@ def add_process_options(parser, script):
                                 "one)")
 
 
-def boolean(text):
+def boolean(text: str) -> bool:
     """True for true, 1, yes, on; False for false, 0, no, off; in any case."""
     word = text.strip().lower()
     if word not in TRUE + FALSE:
@@ -148,7 +201,8 @@ def boolean(text):
     return word in TRUE
 
 
-def number(kind, text, low, high=math.inf, exclusive=False):
+def number(kind: Callable[[str], Any], text: str, low: float, high: float = math.inf,
+           exclusive: bool = False) -> Any:
     """``text`` as a number of ``kind`` from ``low`` (or above it) to ``high``."""
     try:
         value = kind(text)
@@ -163,45 +217,45 @@ def number(kind, text, low, high=math.inf, exclusive=False):
     return value
 
 
-def positive_int(text):
+def positive_int(text: str) -> int:
     return number(int, text, 1)
 
 
-def natural_int(text):
+def natural_int(text: str) -> int:
     return number(int, text, 0)
 
 
-def positive_float(text):
+def positive_float(text: str) -> float:
     return number(float, text, 0, LARGEST, exclusive=True)
 
 
-def natural_float(text):
+def natural_float(text: str) -> float:
     return number(float, text, 0, LARGEST)
 
 
-def fraction(text):
+def fraction(text: str) -> float:
     return number(float, text, 0, 1)
 
 
-def image_size(text):
+def image_size(text: str) -> int:
     # Five halvings leave one value a side at 32 px; below, the last stage has nothing to see.
     return number(int, text, 32, 16384)
 
 
-def seed(text):
+def seed(text: str) -> int:
     # Generators are seeded with products of it, which 64 bits must hold.
     return number(int, text, 0, 2**32 - 1)
 
 
-def seconds(text):
+def seconds(text: str) -> float:
     return number(float, text, 0, 10_000_000, exclusive=True)
 
 
-def port(text):
+def port(text: str) -> int:
     return number(int, text, 1, 65535)
 
 
-def group_device(text):
+def group_device(text: str) -> str:
     """cuda, cpu or auto: with several processes each one's GPU follows from its local rank."""
     if text not in ("cuda", "cpu", "auto"):
         raise argparse.ArgumentTypeError(
@@ -210,7 +264,7 @@ def group_device(text):
     return text
 
 
-def single_device(text):
+def single_device(text: str) -> str:
     """cuda, cpu, auto, cuda:N or N."""
     if text in ("cuda", "cpu", "auto") or text.removeprefix("cuda:").isdecimal():
         return text

@@ -1,68 +1,116 @@
-"""A run from options to saved weights: the hall behind the three entry scripts.
+"""The recipe: a whole run, from options to saved weights, behind each of the three entry scripts.
 
-``train`` reads as the list of what a run does; each side room does one thing of it.
+Read ``train`` from top to bottom; what it calls of its own stands below it in the same order. The
+loop over an epoch's batches and the training step are in train_eval_utils.py. How a run ends is in
+safety/, what makes it fast in speed/, what it leaves behind in records/: for another day.
 """
 
-import contextlib
 import inspect
+import math
 import os
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from model import MODELS
-from utils import check_class_count, class_names, read_split_data
+from utils import allowed_cpus, check_class_count, class_names, read_split_data
 
-from . import device_data, resume
-from .captured_step import WARM_UP_STEPS, CapturedStep
-from .checkpoints import (
-    check_same_weights,
-    load_weights,
-    share_initial_weights,
-    write_error,
+from .augmentation import Normalizer
+from .data_pipeline import (
+    EpochSampler,
+    ImageList,
+    StreamingData,
+    check_counts,
+    check_same_lists,
+    readable_images,
 )
-from .control import Control
-from .data_pipeline import ImageList, StreamingData, allowed_cpus, readable_images
 from .distributed_utils import say
-from .epoch_loop import Run
-from .failures import SignalWatch, start_slow_imports
-from .options import DEFAULT_WEIGHTS
-from .train_step import TrainStep, make_optimizer, warm_up
+from .options import DEFAULT_WEIGHTS, Options
+from .records.records import Records
+from .records.weights import load_weights
+from .safety.agreement import check_same_weights, share_initial_weights
+from .safety.guard import Guard
+from .speed.ahead import kind_of_batches
+from .speed.captured_step import (
+    WARM_UP_STEPS,
+    CapturedStep,
+    capture_stream,
+    warm_up,
+    why_not_captured,
+)
+from .speed.device_data import DeviceData, fits
+from .speed.slow_imports import start_slow_imports
+from .train_eval_utils import EpochMeter, TrainStep, evaluate, train_one_epoch
 
 
-def train(args):
+def train(args: Options,
+          measured: Callable[[TrainStep, DeviceData | StreamingData], TrainStep] | None = None
+          ) -> None:
     """Train as ``args`` say (parse_args, then init_distributed_mode or set_single_process).
 
-    Writes weights/, runs/ and class_indices.json under ``args.output_dir``. Raises ``ValueError``
-    and ``OSError`` with a message for the user, ``Interrupted`` after a signal.
+    Writes weights/, runs/ and class_indices.json under ``args.output_dir``. ``measured(step,
+    data)`` is for benchmarks: it gives the step to train with. Raises ``ValueError`` and
+    ``OSError`` with a message for the user, ``Interrupted`` after a signal.
     """
-    device = torch.device("cpu") if args.gpu is None else torch.device("cuda", args.gpu)
-    control = Control(args)
-    with SignalWatch() as signals, claimed_folder(args, control):
-        settle(args, device)
-        train_images, val_images, classes = read_images(args, control)
-        checkpoint = resume.read(args, control, classes, train_images)
-        data = choose_data(args, train_images, val_images, device, control)
-        imports = start_slow_imports()
-        data.load(control)
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        model = make_model(args, len(classes), device, control, checkpoint, stream)
-        step, replay = make_step(args, model, data, device, control, checkpoint, stream)
-        run = Run(args, device, control, signals, data, model, step, replay, classes,
-                  resume.list_print(train_images))
-        if checkpoint is not None:
-            run.go_on_from(checkpoint)
+    device = settle(args)
+    with Guard(args) as guard, Records(args, guard) as records:
+        train_images, val_images, classes = read_images(args, guard)
+        saved = records.read(classes, train_images)  # a wrong checkpoint is refused at once
+        data = choose_data(args, train_images, val_images, device, guard)
+        imports = start_slow_imports()  # beside the decoding
+        data.load()
+
+        model: nn.Module = MODELS[args.model](num_classes=len(classes))
+        if saved is None:
+            give_initial_weights(model, args, guard)
+        if args.freeze_layers:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.startswith("fc."))
+        model.to(device)
+        if device.type == "cuda":
+            model.to(memory_format=torch.channels_last)  # in which convolutions are fastest
+        check_same_weights(model, guard)
+        # From here on the ranks' random numbers differ, as dropout and loader workers want them.
+        torch.manual_seed(args.seed + 1 + args.rank)
+        with capture_stream(device) as stream:  # where DDP is made, there it is captured
+            if use_sync_batch_norm(args, device):
+                model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            if args.distributed:
+                model = DistributedDataParallel(
+                    model, device_ids=None if args.gpu is None else [args.gpu], **ddp_options())
+        say(f"Learning rate: {args.lr:g} x {args.world_size} processes = "
+            f"{args.lr * args.world_size:g}")
+        optimizer = make_optimizer(model, args, device)
+        normalize = Normalizer(device)
+        step = TrainStep(model, optimizer, device, prepare=normalize, amp=args.amp,
+                         label_smoothing=args.label_smoothing)
+        step = choose_step(step, args, data, stream, resumed=saved is not None)
+        step = measured(step, data) if measured else step
+        place = records.resume(step, saved)
+
         imports.join()  # loader workers are forked next: not in the middle of an import
-        run.all_epochs()
-        data.close()
-        if isinstance(replay, CapturedStep):
-            replay.release()
+        with guard.training(data.close, step.close):  # a signal now stops all at the same step
+            for epoch in range(place.epoch, args.epochs):
+                data.sampler.set_epoch(epoch, place.images)
+                meter = EpochMeter(device, place)
+                loss = train_one_epoch(
+                    model, optimizer, data.train_batches(), device, epoch, step=step,
+                    rate=rate_of(args, epoch, len(train_images)), guard=guard, meter=meter)
+                confusion = torch.zeros(len(classes), len(classes), dtype=torch.int64,
+                                        device=device)
+                correct = evaluate(model, guard.stoppable(data.val_batches(), meter), device,
+                                   prepare=normalize, confusion=confusion)
+                place = records.epoch(meter, loss, correct, confusion)
+            records.finish()
 
 
-def settle(args, device):
-    """Seeds, precision and threads of this process."""
+def settle(args: Options) -> torch.device:
+    """This process's device; its seed, threads and precision."""
+    device = torch.device("cpu") if args.gpu is None else torch.device("cuda", args.gpu)
     torch.manual_seed(args.seed)
     # A user's choice stands, but a 1 under torchrun is torchrun's own: there, as without a choice,
     # each process takes its share of the CPUs.
@@ -81,144 +129,38 @@ def settle(args, device):
     else:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         say(f"Training on {device} ({name})")
+    return device
 
 
-@contextlib.contextmanager
-def claimed_folder(args, control):
-    """Hold the output folder: a second job there would overwrite the first one's weights.
-
-    Waits up to 20 s for a dying predecessor; then raises ``ValueError`` naming --output-dir. The
-    lock goes with the process, however it ends.
-    """
-    lock = None
-    if args.rank == 0:
-        folder = Path(args.output_dir)
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--output-dir {folder} is a file: give a folder, or a name that is "
-                             "still free")
-        path = folder / ".output.lock"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = open(path, "a")
-        except OSError as error:
-            raise write_error(path, error) from error
-        wait_for_lock(lock, folder)
-    control.gather(None)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.close()
-
-
-def wait_for_lock(lock, folder, limit=20.0):
-    """Lock the open file, waiting up to ``limit`` seconds for another process to leave it."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        return
-    end = time.monotonic() + limit
-    while True:
-        try:
-            # lockf: not inherited by loader workers, which may outlive a killed trainer a little.
-            return fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if time.monotonic() > end:
-                raise ValueError(f"another run is writing to {folder.resolve()}: wait for it, or "
-                                 "give this one its own --output-dir") from error
-            time.sleep(0.2)
-
-
-def read_images(args, control):
-    """(training ImageList, validation ImageList, class names), the same on all ranks."""
-    names = class_names(args.data_path)
-    check_class_count(args.num_classes, names)
-    # class_indices.json is written once all else is checked: beside older weights it would lie.
+def read_images(args: Options, guard: Guard) -> tuple[ImageList, ImageList, list[str]]:
+    """(training images, validation images, class names), the same on all ranks."""
+    classes = class_names(args.data_path)
+    check_class_count(args.num_classes, classes)
     train_part, val_part, _ = read_split_data(args.data_path, class_indices=None,
                                               quiet=args.rank > 0)
-    check_same_lists(train_part, val_part, control)
-    train_images, val_images = readable_images(ImageList(*train_part), ImageList(*val_part), args,
-                                               control)
-    needed = args.batch_size * args.world_size
-    if len(train_images) < needed:
-        raise ValueError(f"{len(train_images)} training images are fewer than one global batch, "
-                         f"{needed} = --batch-size {args.batch_size} x {args.world_size} "
-                         "processes. Use a smaller --batch-size or fewer processes.")
-    if not len(val_images):
-        raise ValueError(f"{args.data_path}: no readable image is left for validation")
-    if args.image_size < 64 and args.batch_size == 1:
-        raise ValueError("--batch-size 1 at --image-size below 64 leaves BatchNorm one value per "
-                         "channel, of which there are no statistics: use --batch-size 2 or more")
-    return train_images, val_images, names
+    train_images, val_images = ImageList(*train_part), ImageList(*val_part)
+    check_same_lists(train_images, val_images, guard)
+    train_images, val_images = readable_images(train_images, val_images, args, guard)
+    check_counts(train_images, val_images, args)
+    return train_images, val_images, classes
 
 
-def check_same_lists(train_part, val_part, control):
-    """Raise ``ValueError`` where a rank, on another machine, sees other files than rank 0."""
-    prints = control.gather([resume.list_print(ImageList(*part))
-                             for part in (train_part, val_part)])
-    others = [rank for rank, value in enumerate(prints) if value != prints[0]]
-    if others:
-        counts = prints[others[0]]
-        raise ValueError(f"rank {others[0]} sees other images than rank 0: "
-                         f"{counts[0]['count']} for training and {counts[1]['count']} for "
-                         f"validation there, {prints[0][0]['count']} and {prints[0][1]['count']} "
-                         "here, or other names. --data-path must hold the same set everywhere.")
+def choose_data(args: Options, train_images: ImageList, val_images: ImageList,
+                device: torch.device, guard: Guard) -> DeviceData | StreamingData:
+    """The batches of each epoch: cut from images in GPU memory where they fit, else streamed."""
+    sampler = EpochSampler(train_images, num_replicas=args.world_size, rank=args.rank,
+                           seed=args.seed)
+    if fits(train_images, val_images, args, device, guard):
+        return DeviceData(args, train_images, val_images, sampler, device, guard)
+    return StreamingData(args, train_images, val_images, sampler, device, guard,
+                         kind_of_batches(device))
 
 
-def choose_data(args, train_images, val_images, device, control):
-    """Images in GPU memory where they fit there, else streamed from disk."""
-    if device_data.fits(train_images, val_images, args, device, control):
-        return device_data.DeviceData(args, train_images, val_images, device, control)
-    return StreamingData(args, train_images, val_images, device)
-
-
-def make_model(args, num_classes, device, control, checkpoint, stream):
-    """The network with its initial weights, wrapped for several processes; checked to be equal."""
-    model = MODELS[args.model](num_classes=num_classes)
-    if checkpoint is None:
-        give_initial_weights(args, model, control)
-    if args.freeze_layers:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith("fc."))
-    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-    model.to(device, memory_format=layout)
-    check_same_weights(model, control)
-    # From here on the ranks' random numbers differ, as dropout and loader workers want them.
-    torch.manual_seed(args.seed + 1 + args.rank)
-    if not args.distributed:
-        return model
-    if args.syncBN and device.type == "cpu":
-        say("SyncBatchNorm exists on GPUs only: ordinary BatchNorm is used, each process "
-            "with the statistics of its own batch")
-    elif args.syncBN and args.freeze_layers:
-        say("--freeze-layers: BatchNorm is frozen too, SyncBatchNorm is not needed")
-    elif args.syncBN:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return wrap_model(model, args, stream)
-
-
-def wrap_model(model, args, stream):
-    """The model as DistributedDataParallel, made on the stream on which it will be captured.
-
-    Buffers are not exchanged in each step: evaluate() brings rank 0's, which are saved, to all.
-    """
-    wrapper = nn.parallel.DistributedDataParallel
-    options = {"device_ids": None if args.gpu is None else [args.gpu],
-               "gradient_as_bucket_view": True}
-    names = inspect.signature(wrapper).parameters  # torch 2.14 has a new name for it
-    options["forward_sync_buffers" if "forward_sync_buffers" in names else
-            "broadcast_buffers"] = False
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        return wrapper(model, **options)
-
-
-def give_initial_weights(args, model, control):
+def give_initial_weights(model: nn.Module, args: Options, guard: Guard) -> None:
     """From ``--weights``, or from scratch with rank 0's random values on all ranks."""
     path = args.weights
     if path is None:
-        exists = args.model == "resnet34" and control.first(os.path.isfile(DEFAULT_WEIGHTS))
+        exists = args.model == "resnet34" and guard.first(os.path.isfile(DEFAULT_WEIGHTS))
         path = DEFAULT_WEIGHTS if exists else ""
         if not exists:
             say(f"{DEFAULT_WEIGHTS}, for the model resnet34, is not here: training from scratch "
@@ -229,34 +171,79 @@ def give_initial_weights(args, model, control):
     else:
         if args.freeze_layers:
             say("warning: --freeze-layers without weights trains a head on random features")
-        share_initial_weights(model, "cpu", control)
+        share_initial_weights(model, guard)
 
 
-def make_step(args, model, data, device, control, checkpoint, stream):
-    """(TrainStep, what to call for each batch): the step captured as a CUDA graph, or itself."""
-    optimizer = make_optimizer(model, args, device)
-    step = TrainStep(model, optimizer, data.prepare, device, args.amp, args.label_smoothing)
-    reason = why_not_captured(args, device)
-    if reason is not None:
-        say(f"Training step: launched kernel by kernel ({reason})")
-        if checkpoint is not None and args.distributed:
-            # DistributedDataParallel reorders its buckets after the first step, and with them the
-            # order of sums: be where the interrupted run was.
-            warm_up(step, data.example(), 1)
-        return step, step
-    began = time.perf_counter()
-    replay = CapturedStep(step, data.example(), stream)
-    say(f"Training step: captured as one CUDA graph after {WARM_UP_STEPS} warm-up steps "
-        f"({time.perf_counter() - began:.1f} s)")
-    return step, replay
+def use_sync_batch_norm(args: Options, device: torch.device) -> bool:
+    """Whether BatchNorm takes its statistics over all processes; says why not."""
+    if not (args.distributed and args.syncBN):
+        return False
+    if device.type == "cpu":
+        say("SyncBatchNorm exists on GPUs only: ordinary BatchNorm is used, each process "
+            "with the statistics of its own batch")
+    elif args.freeze_layers:
+        say("--freeze-layers: BatchNorm is frozen too, SyncBatchNorm is not needed")
+    return device.type == "cuda" and not args.freeze_layers
 
 
-def why_not_captured(args, device):
-    """Why the step cannot be a CUDA graph, None where it can."""
-    if device.type != "cuda":
-        return "CUDA graphs exist on GPUs only"
-    if not args.cuda_graph:
-        return "--no-cuda-graph"
-    if args.dist_backend == "gloo":
-        return "gloo's collectives cannot be captured"
-    return None
+def ddp_options() -> dict[str, Any]:
+    """Buffers are not exchanged in each step: evaluate() brings rank 0's, which are saved, to all.
+
+    torch 2.14 has a new name for that option.
+    """
+    names = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    return {buffers: False, "gradient_as_bucket_view": True}
+
+
+def make_optimizer(model: nn.Module, args: Options,
+                   device: torch.device) -> torch.optim.Optimizer:
+    """SGD with momentum 0.9 over the parameters that require gradients.
+
+    On a GPU it is fused and its learning rate a tensor, so that a captured step sees each change.
+    """
+    on_gpu = device.type == "cuda"
+    rate = torch.tensor(args.lr, device=device) if on_gpu else args.lr
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate,
+                                momentum=0.9, weight_decay=args.weight_decay,
+                                nesterov=args.nesterov, fused=on_gpu or None)
+    for parameter in optimizer.param_groups[0]["params"]:
+        # Made by the first step otherwise, uninitialised where fp16 leaves that step out.
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def choose_step(step: TrainStep, args: Options, data: DeviceData | StreamingData,
+                stream: torch.cuda.Stream | None, resumed: bool) -> TrainStep:
+    """The training step recorded as a CUDA graph, or as it is."""
+    reason = why_not_captured(args, step.device)
+    if reason is None and stream is not None:
+        began = time.perf_counter()
+        step = CapturedStep(step, data.example(), stream)
+        say(f"Training step: captured as one CUDA graph after {WARM_UP_STEPS} warm-up steps "
+            f"({time.perf_counter() - began:.1f} s)")
+        return step
+    say(f"Training step: launched kernel by kernel ({reason})")
+    if resumed and args.distributed:
+        # DistributedDataParallel reorders its buckets after the first step, and with them the
+        # order of sums: be where the interrupted run was.
+        warm_up(step, data.example(), 1)
+    return step
+
+
+def rate_of(args: Options, epoch: int, images: int) -> Callable[[int], float]:
+    """The learning rate of an epoch of ``images``, as a function of how many of them are done.
+
+    Cosine decay by Loshchilov and Hutter 2016 (arXiv:1608.03983), times the world size and warmed
+    up per step as by Goyal et al. 2017 (arXiv:1706.02677).
+    """
+    factor = (1 + math.cos(math.pi * epoch / args.epochs)) / 2 * (1 - args.lrf) + args.lrf
+    rate = args.lr * args.world_size * factor
+    global_batch = args.batch_size * args.world_size
+    whole = images // global_batch * global_batch  # an incomplete batch is left out
+
+    def rate_after(done: int) -> float:
+        reached = epoch + min(1.0, done / whole)
+        return rate * reached / args.warmup_epochs if reached < args.warmup_epochs else rate
+
+    return rate_after

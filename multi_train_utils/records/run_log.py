@@ -3,21 +3,24 @@
 import contextlib
 import functools
 import json
+import os
 import socket
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .distributed_utils import say
+from ..distributed_utils import say
 
 
-def may_fail(method):
+def may_fail(method: Callable[..., None]) -> Callable[..., None]:
     """A method whose failed write is said once and then left alone: training is worth more."""
     @functools.wraps(method)
-    def attempt(self, *args, **kwargs):
+    def attempt(self: "RunLog", *args: Any, **kwargs: Any) -> None:
         if self.broken:
             return
         try:
@@ -35,12 +38,15 @@ class RunLog:
     A failed write does not end training.
     """
 
-    def __init__(self, output_dir, resumed_name=None, first_epoch=0):
-        self.folder, self.writer, self.broken = None, None, False
+    def __init__(self, output_dir: str | os.PathLike, resumed_name: str | None = None,
+                 first_epoch: int = 0) -> None:
+        self.folder: Any = None  # until it could be made
+        self.writer: Any = None
+        self.broken = False
         self._open(Path(output_dir) / "runs", resumed_name, first_epoch)
 
     @may_fail
-    def _open(self, runs, resumed_name, first_epoch):
+    def _open(self, runs: Path, resumed_name: str | None, first_epoch: int) -> None:
         if resumed_name and (runs / resumed_name).is_dir():
             self.folder = runs / resumed_name
             self._drop_epochs_from(first_epoch)
@@ -51,12 +57,12 @@ class RunLog:
         self.writer = SummaryWriter(str(self.folder), purge_step=first_epoch or None)
 
     @property
-    def name(self):
+    def name(self) -> str | None:
         """Name of the run's folder under ``runs/``; None where it could not be made."""
         return self.folder.name if self.folder else None
 
     @may_fail
-    def describe(self, **content):
+    def describe(self, **content: Any) -> None:
         """Write run.json: what the run was started with, and the library versions."""
         import torchvision
         content["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__,
@@ -64,7 +70,7 @@ class RunLog:
         self._write_json("run.json", content)
 
     @may_fail
-    def add_epoch(self, record):
+    def add_epoch(self, record: dict[str, Any]) -> None:
         """Add one epoch: a dict with epoch, loss, accuracy, learning_rate and more numbers."""
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -73,7 +79,7 @@ class RunLog:
         self.writer.flush()
 
     @may_fail
-    def add_confusion(self, confusion, names, epoch):
+    def add_confusion(self, confusion: list[list[int]], names: list[str], epoch: int) -> None:
         """Record the confusion matrix (nested list, row = true class) as JSON and as a figure."""
         self._write_json("confusion.json", {"epoch": epoch, "classes": names,
                                             "matrix": confusion})
@@ -84,15 +90,15 @@ class RunLog:
         self.writer.flush()
 
     @may_fail
-    def close(self):
+    def close(self) -> None:
         """Finish the event file."""
         self.writer.close()
 
-    def _write_json(self, name, content):
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
         text = json.dumps(content, indent=2, default=str)
         (self.folder / name).write_text(text + "\n", encoding="utf-8")
 
-    def _drop_epochs_from(self, epoch):
+    def _drop_epochs_from(self, epoch: int) -> None:
         """Forget lines of epochs that the resumed run does again."""
         path = self.folder / "metrics.jsonl"
         if path.is_file():
@@ -102,7 +108,7 @@ class RunLog:
             path.write_text("".join(kept), encoding="utf-8")
 
 
-def new_folder(runs):
+def new_folder(runs: Path) -> Path:
     """Create and return ``runs/<date>_<host>``, with a number behind it if that is taken."""
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{socket.gethostname()}"
     runs.mkdir(parents=True, exist_ok=True)
@@ -114,7 +120,7 @@ def new_folder(runs):
     raise OSError(f"{runs}: a thousand runs in one second")
 
 
-def confusion_figure(confusion, names):
+def confusion_figure(confusion: list[list[int]], names: list[str]) -> Any:
     """The confusion matrix as a matplotlib figure, coloured by the share of each true class."""
     from matplotlib.figure import Figure
     # A name that is not UTF-8 holds lone surrogates, which cannot be drawn.
