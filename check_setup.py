@@ -466,7 +466,7 @@ def spawned_worker(rank, world_size, backend, seconds):
 
 def guarded_worker(backend, seconds):
     """The worker, ending when its launcher ends: a killed check leaves nobody behind."""
-    from multi_train_utils.failures import watch_parent
+    from multi_train_utils.safety.ending import watch_parent
     watch_parent()
     worker(backend, seconds)
 
@@ -477,7 +477,7 @@ def spawn_workers(world_size: int, backend: str, seconds: float) -> int:
 
     import torch.multiprocessing as mp
 
-    from multi_train_utils.failures import host_store
+    from multi_train_utils.safety.rendezvous import host_store
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     store = host_store()  # the workers meet here
     context = mp.get_context("spawn")

@@ -160,8 +160,9 @@ class MyDataSet(Dataset):
         images_class: the class number of each.
         transform: called with the RGB Pillow image; None hands out the image itself.
 
-    `dataset[i]` is `(transform(image), label)`; `i` may be an `ImageKey`. Raises ValueError for lists of different
-    length, and ImageError, which names the file, when an image is asked for that cannot be read.
+    `dataset[i]` is `(transform(image), label)`; `i` may be an `ImageKey`. Raises ValueError for
+    lists of different length, and ImageError, which names the file, when an image is asked for
+    that cannot be read.
     """
 
     def __init__(

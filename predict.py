@@ -24,12 +24,11 @@ from torch import Tensor, nn
 
 from model import MODELS
 from multi_train_utils.augmentation import Normalizer, to_tensor, validation_image
-from multi_train_utils.checkpoints import read_torch_file, read_weights
-from multi_train_utils.data_pipeline import allowed_cpus
 from multi_train_utils.distributed_utils import select_gpu
 from multi_train_utils.options import image_size, positive_int, single_device
+from multi_train_utils.records.weights import read_torch_file, read_weights
 from my_dataset import ImageError, open_image
-from utils import IMAGE_ENDINGS, as_utf8
+from utils import IMAGE_ENDINGS, allowed_cpus, as_utf8
 
 DEFAULT_MODEL, DEFAULT_IMAGE_SIZE = "resnet34", 224
 WIDEST_MATRIX = 30  # classes up to which a confusion matrix can be read on a screen

@@ -19,13 +19,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder
 
+from multi_train_utils.failures import run  # noqa: E402
+
 from multi_train_utils import trainer  # noqa: E402
 from multi_train_utils.distributed_utils import (  # noqa: E402
     cleanup,
     init_distributed_mode,
     set_single_process,
 )
-from multi_train_utils.failures import run  # noqa: E402
 from multi_train_utils.options import parse_args  # noqa: E402
 
 WARM_UP, STEPS = 20, 50

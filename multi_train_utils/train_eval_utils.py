@@ -196,8 +196,8 @@ class EpochMeter:
 
     READ_EVERY = 16  # steps between two copies of the losses to the host, on a GPU
 
-    def __init__(self, device: torch.device, begin: Place = Place()) -> None:
-        self.device, self.begin = torch.device(device), begin
+    def __init__(self, device: torch.device, begin: Place | None = None) -> None:
+        self.device, self.begin = torch.device(device), begin or Place()
         self.losses = torch.zeros(1024, device=self.device)
         self.batch_sizes: list[int] = []
         self.images = 0  # of this process, in this run

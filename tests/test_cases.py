@@ -19,18 +19,18 @@ from jobs import Job, command, load, records
 from PIL import Image
 
 from multi_train_utils import data_pipeline
-from multi_train_utils.control import Control
 from multi_train_utils.data_pipeline import (
     ImageList,
     TrainingImages,
-    allowed_cpus,
     choose_workers,
     collate,
     readable_images,
 )
 from multi_train_utils.distributed_utils import set_single_process
 from multi_train_utils.options import parse_args
+from multi_train_utils.safety.guard import Guard
 from multi_train_utils.trainer import read_images
+from utils import allowed_cpus
 
 CHINESE = "\u90c1\u91d1\u9999"  # "tulip"
 RED, BLUE = (200, 30, 30), (30, 30, 200)
@@ -156,7 +156,7 @@ def single(*words):
     """Options of the single script, made ready, and what the ranks would talk through."""
     args = parse_args("single", ["--device", "cpu", "--weights", "", *words])
     set_single_process(args)
-    return args, Control(args)
+    return args, Guard(args)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -198,8 +198,8 @@ def test_two_torchrun_jobs_at_once(flowers, tmp_path):
 SPAWNED_WORKERS = """
 import multiprocessing, sys
 from multi_train_utils import data_pipeline
-from multi_train_utils.failures import run
 from multi_train_utils.options import parse_args
+from multi_train_utils.safety.ending import run
 from train_single_gpu import main
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")

@@ -13,16 +13,11 @@ import torch
 import torchvision
 
 from model import resnet18
-from multi_train_utils import checkpoints
-from multi_train_utils.checkpoints import (
-    Saver,
-    fingerprint,
-    load_weights,
-    read_torch_file,
-    read_weights,
-    save,
-    written_whole,
-)
+from multi_train_utils.records import saver as saver_module
+from multi_train_utils.records.saver import Saver, save
+from multi_train_utils.records.weights import load_weights, read_torch_file, read_weights
+from multi_train_utils.safety.agreement import fingerprint
+from utils import written_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -92,7 +87,7 @@ def test_a_file_saved_from_a_gpu_opens_where_there_is_none(state, tmp_path, monk
 def test_no_file_is_loaded_without_weights_only():
     """Said in every call: before torch 2.6 the default was to run what a file contains."""
     calls = 0
-    for path in [*ROOT.glob("*.py"), *(ROOT / "multi_train_utils").glob("*.py")]:
+    for path in [*ROOT.glob("*.py"), *(ROOT / "multi_train_utils").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 given = {word.arg: ast.unparse(word.value) for word in node.keywords}
@@ -178,7 +173,7 @@ def test_a_slow_disk_skips_no_two_checkpoints_in_a_row(tmp_path, monkeypatch):
         time.sleep(0.02)  # the next epochs are always there before this one is written
         written.append((path.name, content.get("epoch")))
 
-    monkeypatch.setattr(checkpoints, "save", slow)
+    monkeypatch.setattr(saver_module, "save", slow)
     saver = Saver(tmp_path / "weights")
     for epoch in range(9):
         saver.save_epoch(epoch, {"model": {}, "epoch": epoch}, False)

@@ -31,13 +31,15 @@ from PIL import ExifTags, Image, PngImagePlugin
 from torch import nn
 
 import model
-from multi_train_utils import resume
-from multi_train_utils.checkpoints import load_weights, snapshot
-from multi_train_utils.control import Control
 from multi_train_utils.data_pipeline import ImageList
 from multi_train_utils.distributed_utils import set_single_process
 from multi_train_utils.options import parse_args
-from multi_train_utils.train_step import TrainStep, make_optimizer
+from multi_train_utils.records import checkpoint
+from multi_train_utils.records.saver import snapshot
+from multi_train_utils.records.weights import load_weights
+from multi_train_utils.safety.guard import Guard
+from multi_train_utils.train_eval_utils import Place, TrainStep
+from multi_train_utils.trainer import make_optimizer
 from my_dataset import ImageError, MyDataSet, image_size, open_image
 from predict import find_record
 
@@ -416,17 +418,15 @@ def arguments():
 
 def new_step(args):
     network = Tiny()
-    return TrainStep(network, make_optimizer(network, args, CPU), None, CPU)
+    return TrainStep(network, make_optimizer(network, args, CPU), CPU)
 
 
 def a_checkpoint(**changes):
     """What a run writes that stopped in its third epoch, with other values for some entries."""
-    args, state = arguments(), torch.get_rng_state()
-    return snapshot(new_step(args).state()) | {
-        "epoch": 2, "position": 8, "loss_sum": 12.5, "loss_images": 8, "best_accuracy": 0.5,
-        "random_states": [{"cpu": state, "cuda": None}], "classes": CLASSES,
-        "arguments": resume.plain(args), "run": "run", "world_size": 1,
-        "train_list": resume.list_print(TRAIN_IMAGES)} | changes
+    args = arguments()
+    return snapshot(checkpoint.contents(
+        new_step(args), Place(2, 8, 12.5, 8), 0.5, [checkpoint.random_state(CPU)], args, CLASSES,
+        "run", TRAIN_IMAGES.fingerprint())) | changes
 
 
 def saved(content, zipped=True):
@@ -627,7 +627,7 @@ def checkpoint_cases(rng, count):
     yield from containers(good)
     yield from ((f"{name}.pth", saved(content)) for name, content in crafted_checkpoints(good))
     yield "refused-depth-1000.pth", saved_deep(nested(1000))
-    for key in resume.KEYS:
+    for key in list(good):
         yield f"refused-without-{key}.pth", saved({k: good[k] for k in good if k != key})
         yield f"refused-deep-{key}.pth", saved_deep(good | {key: nested(1000)})
     yield "used-deep-other.pth", saved(good | {"other": nested(400), 1: doubling()})
@@ -636,7 +636,7 @@ def checkpoint_cases(rng, count):
 
 def crafted_checkpoints(good):
     """(name, content) of checkpoints one entry of which no run would write."""
-    for key in resume.KEYS:
+    for key in list(good):
         for name, value in strange_values().items():
             fine = name in {"run": ("text", "none"), "loss_sum": ("fraction", "minus"),
                             "best_accuracy": ("fraction", "minus")}.get(key, ())
@@ -651,7 +651,7 @@ def crafted_checkpoints(good):
     for name, value in strange_values().items():
         for option in ("model", "lr", "image_size"):
             changed = {"arguments": good["arguments"] | {option: value}}
-            fine = option == "lr" and resume.is_plain(value)
+            fine = option == "lr" and name in ("text", "minus", "fraction", "true", "none")
             yield f"{'used' if fine else 'refused'}-{option}-{name}", good | changed
         for key in ("count", "sha256"):
             changed = good["train_list"] | {key: value}
@@ -695,7 +695,7 @@ def crafted_states(good):
     yield "refused-random-cuda", good | {"random_states": [{"cpu": state, "cuda": "a"}]}
     yield "refused-random-keys", good | {"random_states": [{"cpu": state}]}
     yield "used-random-fewer", good | {"random_states": []}
-    scaler = dict.fromkeys(resume.SCALER_KEYS, 2.0)
+    scaler = torch.amp.GradScaler("cpu").state_dict()
     yield "used-scaler", good | {"scaler": scaler}
     for name, value in {"text": "a", "nan": float("nan"), "huge": 1e300, "count": 2**40}.items():
         yield f"refused-scaler-number-{name}", good | {"scaler": scaler | {"scale": value}}
@@ -708,9 +708,8 @@ def use_checkpoint(path):
     args.resume = str(path)
     find_record(path)
     with contextlib.redirect_stdout(io.StringIO()):
-        state = resume.read(args, Control(args), CLASSES, TRAIN_IMAGES)
-    new_step(args).load_state(state)
-    resume.set_random_state(state["random_states"], 0)
+        state = checkpoint.read(args, Guard(args), CLASSES, TRAIN_IMAGES)
+    checkpoint.restore(new_step(args), state, rank=0)
 
 
 PARTS = {"images": (image_cases, use_image, (ImageError,), 2048 * MIB),

@@ -22,14 +22,13 @@ SCRIPTS = {name: (ROOT / f"train_{name}.py").read_text(encoding="utf-8")
 # adding one, for the difference between the scripts is what they teach.
 GROUP_WORDS = set("""
     from import as def return in for if not and while with any all True False None lambda
-    multi_train_utils distributed_utils failures
+    multi_train_utils distributed_utils safety processes rendezvous meet join
     set_single_process init_distributed_mode cleanup
-    os environ update setdefault hasattr setsid RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+    os environ update setdefault RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
     MASTER_ADDR master_port 127.0.0.1 str host_store store del
     torch multiprocessing mp get_context spawn context Process target
-    processes process start alive is_alive exitcode connection wait sentinel timeout 0.2
-    SignalWatch signals deferred pass_on end_processes list
-    main_fun run_rank run rank range world_size args
+    processes process start watched
+    main_fun run_rank rank range world_size args int
 """.split())
 
 
@@ -103,7 +102,7 @@ def test_each_process_does_the_same_in_all_three():
 
     single, launch = body("single_gpu", "main"), body("multi_gpu_using_launch", "main")
     assert single == ["set_single_process(args)", "train(args)"]
-    assert launch == ["init_distributed_mode(args)", "train(args)", "cleanup()"]
+    assert launch == ["init_distributed_mode(args, join=meet)", "train(args)", "cleanup()"]
     # A process of the spawn script takes the launcher's part first, then goes the same way.
     environment, *rest = body("multi_gpu_using_spawn", "main_fun")
     assert environment.startswith("os.environ.update(RANK=")

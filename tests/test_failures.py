@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -23,8 +22,8 @@ from jobs import Job, all_gone, command, descendants, load, records
 from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader, Dataset
 
-from multi_train_utils.control import Control
-from multi_train_utils.failures import speak
+from multi_train_utils.safety.ending import speak
+from multi_train_utils.safety.guard import Guard
 
 pytestmark = pytest.mark.slow
 LAUNCHERS = ["spawn", "launch"]
@@ -278,22 +277,25 @@ def test_an_image_that_breaks_while_training_is_named(flowers, tmp_path, launche
 PLANTED = """
 import os, sys
 sys.path.insert(0, os.environ["PLANTED_ROOT"])
-from multi_train_utils.epoch_loop import Run
+from multi_train_utils.records.saver import Saver
+from multi_train_utils.safety.guard import Guard
+from multi_train_utils.train_eval_utils import EpochMeter
 
 where = os.environ["PLANTED"]
-rank = 0 if where == "save" else 1
-method = "one_epoch" if where == "nan" else where
-original = getattr(Run, method)
+kind, method = {"after_step": (Guard, "after_step"), "validate": (Guard, "stoppable"),
+                "save": (Saver, "save_epoch"), "nan": (EpochMeter, "add")}[where]
+original = getattr(kind, method)
 
 def planted(self, *args):
-    if self.args.rank == rank and self.epoch == 2 - (where != "save"):
+    meter = self if where == "nan" else args[-1]  # after_step(meter), stoppable(batches, meter)
+    epoch = args[0] if where == "save" else meter.begin.epoch
+    if os.environ["RANK"] == ("0" if where == "save" else "1") and epoch == 1:
         if where != "nan":
             raise RuntimeError(f"planted in {where}")
-        replay = self.replay
-        self.replay = lambda *batch: replay(*batch) * float("nan")
+        args = args[0] * float("nan"), args[1]
     return original(self, *args)
 
-setattr(Run, method, planted)
+setattr(kind, method, planted)
 """
 
 
@@ -342,22 +344,17 @@ def test_loader_workers_that_send_nothing_are_not_waited_for(flowers, tmp_path, 
 STUCK = """
 import os, sys, time
 sys.path.insert(0, os.environ["PLANTED_ROOT"])
-from multi_train_utils.control import Control
-from multi_train_utils.epoch_loop import Run
+from multi_train_utils.safety.guard import Guard
 
-watched, validate = Control.watched, Run.validate
+stoppable = Guard.stoppable
 
-def watched_as_with_gpus(self):
-    self.args.dist_backend = "nccl"
-    return watched(self)
-
-def stuck(self):
-    if self.epoch == 1:
-        os.write(1, f"rank {self.args.rank} waits for its GPU\\n".encode())
+def stuck(self, batches, meter):
+    if meter.begin.epoch == 1:
+        os.write(1, f"rank {self.rank} waits for its GPU\\n".encode())
         time.sleep(3600)
-    return validate(self)
+    return stoppable(self, batches, meter)
 
-Control.watched, Run.validate = watched_as_with_gpus, stuck
+Guard.stoppable = stuck
 """
 
 
@@ -378,14 +375,15 @@ def test_a_rank_whose_gpu_stands_still_ends(flowers, tmp_path, launcher, frozen)
     assert_whole(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "nccl"), (2, "gloo"), (2, "nccl")])
-def test_only_a_rank_with_peers_and_a_gpu_is_watched(world_size, backend):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_a_rank_with_peers_is_given_up(world_size, monkeypatch):
     """One process under torchrun comes to no meetings: watched, it would be taken for stuck."""
-    control = Control(Namespace(rank=0, world_size=world_size, dist_backend=backend, timeout=60,
-                                distributed=False))
-    with control.watched():
-        names = {thread.name for thread in threading.enumerate()}
-    assert ("watch-peers" in names) == (world_size > 1 and backend == "nccl")
+    guard = Guard(Namespace(rank=0, world_size=world_size, timeout=60, startup_timeout=60))
+    expected = []
+    monkeypatch.setattr(guard._watch, "expect", lambda *words: expected.append(words))
+    guard._training = True
+    guard.moving()
+    assert expected == [("the GPU", 62 if world_size > 1 else None)]
 
 
 class Answers(Dataset):

@@ -19,22 +19,17 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from model import resnet18
-from multi_train_utils.augmentation import (
-    Crop,
-    Normalizer,
-    crop_batch,
-    crop_image,
-    draw_crop,
-    to_tensor,
-)
-from multi_train_utils.captured_step import CapturedStep
-from multi_train_utils.checkpoints import read_weights
-from multi_train_utils.control import Control
-from multi_train_utils.data_pipeline import ImageList, readable_images
-from multi_train_utils.device_data import DeviceData, StoredImages
+from multi_train_utils.augmentation import Crop, Normalizer, crop_image, draw_crop, to_tensor
+from multi_train_utils.data_pipeline import EpochSampler, ImageList, readable_images
 from multi_train_utils.distributed_utils import set_single_process
 from multi_train_utils.options import parse_args
-from multi_train_utils.train_step import TrainStep, make_optimizer, set_learning_rate, warm_up
+from multi_train_utils.records.weights import read_weights
+from multi_train_utils.safety.guard import Guard
+from multi_train_utils.speed.captured_step import CapturedStep, warm_up
+from multi_train_utils.speed.device_crop import crop_batch
+from multi_train_utils.speed.device_data import DeviceData, StoredImages
+from multi_train_utils.train_eval_utils import TrainStep, set_learning_rate
+from multi_train_utils.trainer import make_optimizer
 from prepare_data import draw_picture, draw_sample_set
 
 # cuBLAS reads it once, when the first product is computed.
@@ -169,9 +164,13 @@ def make_step(device, amp="off"):
     model.train()
     optimizer = make_optimizer(model, Namespace(lr=0.01, weight_decay=0.005, nesterov=False),
                                device)
-    normalize = Normalizer(device)
-    return TrainStep(model, optimizer, lambda images, labels: (normalize(images), labels),
-                     device, amp)
+    return TrainStep(model, optimizer, device, prepare=Normalizer(device), amp=amp)
+
+
+def state_of(step):
+    """All that a step changes."""
+    return {"model": step.model.state_dict(), "optimizer": step.optimizer.state_dict(),
+            "scaler": step.scaler.state_dict()}
 
 
 def make_batches(device, count):
@@ -209,7 +208,7 @@ def test_captured_and_eager_steps_are_the_same_bit_for_bit(device, amp, determin
     losses = train_steps(eager, eager, batches)
     assert torch.stack(losses).isfinite().all()
     assert not different(losses, train_steps(captured, prepared(captured, batches[0]), batches))
-    assert not different(eager.state(), captured.state())
+    assert not different(state_of(eager), state_of(captured))
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
@@ -271,10 +270,12 @@ def test_crops_of_photos_are_those_of_pillow(device, image_size):
                                  "--image-size", str(image_size), "--workers", "2"])
     set_single_process(args)
     lists = (ImageList(map(str, part), [0] * len(part)) for part in (photos, photos[:2]))
-    train, val = readable_images(*lists, args, Control(args))
-    data = DeviceData(args, train, val, torch.device(device), Control(args))
-    data.load(Control(args))
-    images, _ = next(iter(data.train_batches(epoch=3)))
+    train, val = readable_images(*lists, args, Guard(args))
+    sampler = EpochSampler(train, 1, 0, args.seed)
+    data = DeviceData(args, train, val, sampler, torch.device(device), Guard(args))
+    data.load()
+    sampler.set_epoch(3)
+    images, _ = next(iter(data.train_batches()))
 
     stored, expected = StoredImages(train, data.stored), []
     for epoch, index in data.sampler:
@@ -321,15 +322,16 @@ RESUMED = {"fp32": [], "fp16": ["--amp", "fp16"], "eager": ["--no-cuda-graph"]}
 # while later files may be being written.
 KILLED = """
 import os, runpy, signal, sys, time
-from multi_train_utils.epoch_loop import Run
-one_epoch = Run.one_epoch
-def killed(self):
-    if self.epoch == 2:
+from multi_train_utils.records.records import Records
+epoch = Records.epoch
+def killed(self, meter, *args):
+    place = epoch(self, meter, *args)
+    if place.epoch == 2:
         while not (self.saver.folder / "checkpoint.pth").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    one_epoch(self)
-Run.one_epoch = killed
+    return place
+Records.epoch = killed
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -34,7 +34,6 @@ from torch.utils.data import BatchSampler
 
 from model import resnet18, resnet34
 from multi_train_utils.augmentation import Normalizer
-from multi_train_utils.captured_step import CapturedStep
 from multi_train_utils.data_pipeline import EpochSampler, ImageList, TrainingImages, collate
 from multi_train_utils.distributed_utils import (
     cleanup,
@@ -42,11 +41,12 @@ from multi_train_utils.distributed_utils import (
     reduce_value,
     select_gpu,
 )
-from multi_train_utils.failures import run
 from multi_train_utils.options import parse_args
-from multi_train_utils.train_eval_utils import keep_frozen_statistics
-from multi_train_utils.train_step import TrainStep, make_optimizer, warm_up
-from multi_train_utils.trainer import wrap_model
+from multi_train_utils.safety.ending import run
+from multi_train_utils.safety.rendezvous import meet
+from multi_train_utils.speed.captured_step import CapturedStep, capture_stream, warm_up
+from multi_train_utils.train_eval_utils import TrainStep, keep_frozen_statistics
+from multi_train_utils.trainer import ddp_options, make_optimizer
 from utils import read_split_data
 
 GPUS = torch.cuda.device_count()
@@ -86,40 +86,47 @@ def losses(args, images, replicas, dtype, batch_norm, steps):
     model = make(num_classes=5).to(device, dtype)
     normalize, dataset = Normalizer(device), TrainingImages(images, size, seed=0)
 
-    def prepare(pixels, labels):
-        return normalize(pixels.to(device)).to(dtype), labels.to(device)
+    def prepare(pixels):
+        return normalize(pixels.to(device)).to(dtype)
 
     if batch_norm == "frozen":
-        freeze_batch_norm(model, prepare(*collate([dataset[0, i] for i in range(32)]))[0])
+        freeze_batch_norm(model, prepare(collate([dataset[0, i] for i in range(32)])[0]))
     if replicas > 1:
         if batch_norm == "sync":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = wrap_model(model, args, None)
+        model = wrapped(model, args)
     settings = Namespace(lr=0.001, weight_decay=0.005, nesterov=False)
-    step = TrainStep(model, make_optimizer(model, settings, device), prepare, device)
+    step = TrainStep(model, make_optimizer(model, settings, device), device, prepare=prepare)
     keep_frozen_statistics(model.train())
     sampler = EpochSampler(dataset, replicas, args.rank if replicas > 1 else 0, seed=0)
     values = []
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for keys in BatchSampler(sampler, GLOBAL_BATCH // replicas, drop_last=True):
-            loss = step(*collate([dataset[key] for key in keys]))
+            loss = step(*collate([dataset[key] for key in keys])[:2])
             values.append(float(reduce_value(loss) if replicas > 1 else loss))
             if len(values) == steps:
                 return values
 
 
+def wrapped(model, args):
+    """As the trainer does it."""
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=None if args.gpu is None else [args.gpu], **ddp_options())
+
+
 def state_after_one_step(args, images, captured):
     """The model's state after one step of DistributedDataParallel with SyncBatchNorm."""
-    device, stream = torch.device(args.device), torch.cuda.Stream()
+    device = torch.device(args.device)
     torch.manual_seed(0)
     model = resnet34(num_classes=5).to(device, memory_format=torch.channels_last)
-    model = wrap_model(nn.SyncBatchNorm.convert_sync_batchnorm(model), args, stream)
+    with capture_stream(device) as stream:
+        model = wrapped(nn.SyncBatchNorm.convert_sync_batchnorm(model), args)
     settings = Namespace(lr=0.001, weight_decay=0.005, nesterov=False)
-    normalize, dataset = Normalizer(device), TrainingImages(images, SIZE, seed=args.rank)
-    step = TrainStep(model, make_optimizer(model, settings, device),
-                     lambda pixels, labels: (normalize(pixels), labels), device)
-    batch = [t.to(device) for t in collate([dataset[0, i] for i in range(16)])]
+    dataset = TrainingImages(images, SIZE, seed=args.rank)
+    step = TrainStep(model, make_optimizer(model, settings, device), device,
+                     prepare=Normalizer(device))
+    batch = [t.to(device) for t in collate([dataset[0, i] for i in range(16)])[:2]]
     call = step
     model.train()
     if captured:
@@ -133,7 +140,7 @@ def state_after_one_step(args, images, captured):
 
 def worker(args):
     """Write what the tests below look at to ``args.out``, as JSON."""
-    init_distributed_mode(args)
+    init_distributed_mode(args, join=meet)
     images = ImageList(*read_split_data(args.data_path, class_indices=None, quiet=True)[0])
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -201,8 +208,8 @@ def test_captured_step_is_near_the_eager_one_on_two_gpus(found):
 # Runs a script; each rank says on which GPUs it has a context when its training is done.
 CONTEXTS = """
 import ctypes, os, runpy, sys
-from multi_train_utils.epoch_loop import Run
-finish = Run.finish
+from multi_train_utils.records.records import Records
+finish = Records.finish
 def tell(self):
     finish(self)
     cuda, found = ctypes.CDLL("libcuda.so.1"), []
@@ -215,7 +222,7 @@ def tell(self):
         found += [gpu] if active.value else []
     sys.stdout.write(f"pid {os.getpid()} has contexts on {found}\\n")
     sys.stdout.flush()
-Run.finish = tell
+Records.finish = tell
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -40,9 +40,9 @@ def parser_of(script, monkeypatch):
     """The parser that parse_args makes for a script."""
     made = []
 
-    def keep(self, argv):
+    def keep(self, argv, namespace):
         made.append(self)
-        return argparse.Namespace(syncBN=None)
+        return namespace
 
     monkeypatch.setattr(options.Parser, "parse_args", keep)
     options.parse_args(script, [])

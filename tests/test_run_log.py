@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from multi_train_utils import run_log
-from multi_train_utils.run_log import RunLog, new_folder
+from multi_train_utils.records import run_log
+from multi_train_utils.records.run_log import RunLog, new_folder
 from utils import write_class_indices
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint: what a run needs to go on where another stopped. Its format is known here alone."""
+"""The checkpoint: what a run needs to go on where another stopped; its format stands here alone."""
 
 import math
 import os
@@ -165,7 +165,8 @@ def has_right_kind(name: str, value: Any, own: Any) -> bool:
         return True  # compared once it is known that the networks are the same
     if name == "arguments":  # those of another version may be others
         return isinstance(value, dict) and all(
-            isinstance(key, str) and (item is None or is_alike(item, item))
+            isinstance(key, str) and (item is None or isinstance(item, (str, int, float))
+                                      and is_alike(item, item))
             for key, item in value.items())
     if name == "run":  # the records are written there: under runs/ and nowhere else
         return value is None or isinstance(value, str) and value not in ("", ".", "..") \

@@ -59,7 +59,7 @@ class Records:
     # ---- where a run begins ----
 
     def read(self, classes: list[str], train_images: ImageList) -> dict[str, Any] | None:
-        """The checkpoint that ``--resume`` asks for, checked against this run; None for a fresh one.
+        """The checkpoint that ``--resume`` asks for, checked against this run; else None.
 
         Raises ``FileNotFoundError``, and ``ValueError`` with what differs.
         """

@@ -1,6 +1,5 @@
 """Each epoch's files, written beside the next epochs from a copy."""
 
-import contextlib
 import os
 import queue
 import shutil

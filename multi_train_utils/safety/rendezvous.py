@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import time
 import uuid
 from argparse import Namespace
@@ -40,8 +39,9 @@ def join_error(args: Namespace, limit: float, error: Exception) -> OSError:
     if is_port_taken(error):
         return OSError(f"rank {args.rank} cannot listen on {where}: the port is taken. Give "
                        "another MASTER_PORT (torchrun: --standalone, or --master_port)")
+    reason = str(error).splitlines()[0][:200]
     return TimeoutError(f"rank {args.rank} of {args.world_size} could not join {where} within "
-                        f"{limit:g} s: is rank 0 running there? ({str(error).splitlines()[0][:200]})")
+                        f"{limit:g} s: is rank 0 running there? ({reason})")
 
 
 def agree_on_attempt(store: dist.Store, rank: int, world_size: int, limit: float) -> dist.Store:
