@@ -26,6 +26,7 @@ GROUP_WORDS = set("""
     set_single_process init_distributed_mode cleanup
     os environ update setdefault RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
     MASTER_ADDR master_port 127.0.0.1 str host_store store del
+    Options options parse_args
     torch multiprocessing mp get_context spawn context Process target
     processes process start watched
     main_fun run_rank rank range world_size args int

@@ -107,15 +107,15 @@ class Records:
         epoch, total = meter.begin.epoch, int(confusion.sum())
         accuracy, self.last_confusion = correct / total, confusion
         seconds = time.perf_counter() - meter.started
+        figures = {
+            "epoch": epoch, "loss": loss, "accuracy": accuracy, "correct": correct, "total": total,
+            "learning_rate": float(self.step.optimizer.param_groups[0]["lr"]),
+            "seconds": seconds, "images_per_second": meter.images_per_second(),
+            "data_wait": meter.waited / meter.seconds}
+        say(f"[epoch {epoch}] accuracy: {accuracy:.3f} ({correct}/{total}), loss {loss:.3f}, "
+            f"{meter.images_per_second():.0f} images/s, {seconds:.1f} s")
         if self.log is not None:
-            say(f"[epoch {epoch}] accuracy: {accuracy:.3f} ({correct}/{total}), loss {loss:.3f}, "
-                f"{meter.images_per_second():.0f} images/s, {seconds:.1f} s")
-            self.log.add_epoch({
-                "epoch": epoch, "loss": loss, "accuracy": accuracy, "correct": correct,
-                "total": total,
-                "learning_rate": float(self.step.optimizer.param_groups[0]["lr"]),
-                "seconds": seconds, "images_per_second": meter.images_per_second(),
-                "data_wait": meter.waited / meter.seconds})
+            self.log.add_epoch(figures)
         best, self.best = accuracy > self.best, max(accuracy, self.best)
         place = Place(epoch + 1)
         state = self._checkpoint(place)

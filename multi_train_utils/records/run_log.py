@@ -71,10 +71,13 @@ class RunLog:
 
     @may_fail
     def add_epoch(self, record: dict[str, Any]) -> None:
-        """Add one epoch: a dict with epoch, loss, accuracy, learning_rate and more numbers."""
+        """Add one epoch: a dict with epoch, loss, accuracy, learning_rate and more numbers.
+
+        All of it is a line of metrics.jsonl, and each number a scalar in TensorBoard.
+        """
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        for tag in ("loss", "accuracy", "learning_rate"):
+        for tag in record.keys() - {"epoch", "total"}:
             self.writer.add_scalar(tag, record[tag], record["epoch"])
         self.writer.flush()
 
