@@ -13,11 +13,10 @@ import contextlib
 import json
 import math
 import os
-import sys
 import tempfile
 import time
-from pathlib import Path
 
+import repository  # noqa: F401  first: the way to its modules
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -26,9 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 from torchvision.models import resnet34
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder
-
-from utils import read_split_data  # noqa: E402  the same split, so that accuracies compare
+from utils import read_split_data  # the same split, so that accuracies compare
 
 
 class Photos(Dataset):

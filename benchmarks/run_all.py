@@ -23,10 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run from any folder
+from repository import ROOT  # first: the way to its modules
 
-from measure_scaling import launcher, read_epochs, run_limited, training_command  # noqa: E402
+from measure_scaling import launcher, read_epochs, run_limited, training_command
 
 PARTS = ("steps", "walls", "accuracy", "streaming")
 STEP_TIME, PLAIN = (ROOT / "benchmarks" / name for name in ("step_time.py", "plain_loop.py"))
