@@ -13,57 +13,64 @@ import contextlib
 import json
 import math
 import os
-import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
+import repository  # noqa: F401  first: the way to its modules
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 from torchvision.models import resnet34
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder
+from utils import read_split_data  # the same split, so that accuracies compare
 
-from utils import read_split_data  # noqa: E402  the same split, so that accuracies compare
+Part = list[Any]  # [paths, labels]
+Precision = tuple[Callable[[], Any], torch.amp.GradScaler]
 
 
 class Photos(Dataset):
     """Image files with their labels, decoded when asked for."""
 
-    def __init__(self, paths, labels, transform):
-        self.paths, self.labels, self.transform = paths, labels, transform
+    def __init__(self, part: Part, transform: Callable[[Image.Image], Tensor]) -> None:
+        (self.paths, self.labels), self.transform = part, transform
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.transform(Image.open(self.paths[index]).convert("RGB")), self.labels[index]
 
 
-def make_loaders(args, train, val, rank, world_size):
+def make_loaders(args: argparse.Namespace, train: Part, val: Part, rank: int, world_size: int
+                 ) -> tuple[DataLoader, DistributedSampler | None, DataLoader]:
     """(training loader, its sampler or None, validation loader)."""
     normalize = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    train_set = Photos(*train, transforms.Compose([
+    train_set = Photos(train, transforms.Compose([
         transforms.RandomResizedCrop(args.image_size), transforms.RandomHorizontalFlip(),
         transforms.ToTensor(), normalize]))
     # Each process validates its share, every image once.
-    val_set = Photos(val[0][rank::world_size], val[1][rank::world_size], transforms.Compose([
+    val_set = Photos([entries[rank::world_size] for entries in val], transforms.Compose([
         transforms.Resize(round(args.image_size * 256 / 224)),
         transforms.CenterCrop(args.image_size), transforms.ToTensor(), normalize]))
-    sampler = DistributedSampler(train_set, seed=args.seed) if world_size > 1 else None
-    common = {"batch_size": args.batch_size, "num_workers": min(8, os.cpu_count() // world_size),
-              "pin_memory": args.device == "cuda"}
+    sampler: DistributedSampler | None = None
+    if world_size > 1:
+        sampler = DistributedSampler(train_set, seed=args.seed)
+    workers = min(8, (os.cpu_count() or 1) // world_size)
+    common: dict[str, Any] = {
+        "batch_size": args.batch_size, "num_workers": workers, "pin_memory": args.device == "cuda"}
     return (DataLoader(train_set, shuffle=sampler is None, sampler=sampler, drop_last=True,
                        **common), sampler, DataLoader(val_set, **common))
 
 
-def make_model(args, classes, device, world_size):
+def make_model(args: argparse.Namespace, classes: int, device: torch.device,
+               world_size: int) -> nn.Module:
     """torchvision's network from scratch; the wrapper gives all processes rank 0's weights."""
-    model = resnet34(num_classes=classes).to(device)
+    model: nn.Module = resnet34(num_classes=classes).to(device)
     if world_size == 1:
         return model
     if args.syncBN and args.device == "cuda":
@@ -72,7 +79,7 @@ def make_model(args, classes, device, world_size):
         model, device_ids=[device.index] if args.device == "cuda" else None)
 
 
-def mixed_precision(args):
+def mixed_precision(args: argparse.Namespace) -> Precision:
     """(function that gives an autocast context, gradient scaler)."""
     kind = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
     scaler = torch.amp.GradScaler(args.device, enabled=args.amp == "fp16")
@@ -81,7 +88,8 @@ def mixed_precision(args):
     return lambda: torch.autocast(args.device, kind), scaler
 
 
-def train_epoch(model, loader, optimizer, precision, device):
+def train_epoch(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer,
+                precision: Precision, device: torch.device) -> float:
     """Mean loss of an epoch over this process's images."""
     model.train()
     autocast, scaler = precision
@@ -99,7 +107,7 @@ def train_epoch(model, loader, optimizer, precision, device):
 
 
 @torch.no_grad()
-def accuracy(model, loader, device):
+def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
     """Share of correct predictions over all processes' images."""
     model = getattr(model, "module", model)  # the wrapper would wait for shares of equal length
     model.eval()
@@ -113,7 +121,8 @@ def accuracy(model, loader, device):
     return int(counts[0]) / int(counts[1])
 
 
-def train(args, rank, world_size, device, folder):
+def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device,
+          folder: str) -> None:
     """All epochs; rank 0 prints one JSON line for each and saves its weights in ``folder``."""
     train_part, val_part, classes = read_split_data(args.data_path, class_indices=None, quiet=True)
     loader, sampler, val_loader = make_loaders(args, train_part, val_part, rank, world_size)
@@ -140,7 +149,7 @@ def train(args, rank, world_size, device, folder):
                               "loss": loss}), flush=True)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-path", default="flower_photos")

@@ -12,22 +12,18 @@ time holds the wait for the slowest rank.
 import os
 import re
 import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 
+import repository  # noqa: F401  first: the way to its modules
 import torch
+from step_time import Enough, join, replay_alone, train_measured
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder
-
-from multi_train_utils.failures import run  # noqa: E402
-
-from multi_train_utils import trainer  # noqa: E402
-from multi_train_utils.distributed_utils import (  # noqa: E402
-    cleanup,
-    init_distributed_mode,
-    set_single_process,
-)
-from multi_train_utils.options import parse_args  # noqa: E402
+from multi_train_utils.data_pipeline import StreamingData
+from multi_train_utils.distributed_utils import cleanup
+from multi_train_utils.options import Options, parse_args
+from multi_train_utils.safety.ending import run
+from multi_train_utils.speed.device_data import DeviceData
+from multi_train_utils.train_eval_utils import TrainStep
 
 WARM_UP, STEPS = 20, 50
 # The first pattern that a kernel's name holds says what it does.
@@ -37,31 +33,34 @@ COMPUTING = (("BatchNorm", "batch_norm|batchnorm|bn_fw|bn_bw"),
               "conv|gemm|xmma|cutlass|cudnn|dgrad|wgrad|nchw|nhwc"),
              ("SGD", "multi_tensor|sgd"),
              ("everything else", ""))
+Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 
-class ProfiledRun(trainer.Run):
-    """The trainer's Run; its epochs are ``STEPS`` replays of one batch under the profiler."""
+def profiled_kernels(args: Options) -> list[Kernel]:
+    """The kernels of ``STEPS`` replays of the trainer's step on one batch, in order of start."""
+    kernels: list[Kernel] = []
 
-    kernels = None  # [(name, start, end)] in microseconds, of all profiled steps
-
-    def all_epochs(self):
-        batch = self.data.example()
-        self.model.train()
+    def measured(step: TrainStep, data: DeviceData | StreamingData) -> TrainStep:
+        replay = replay_alone(step, data)
         for _ in range(WARM_UP):
-            self.replay(*batch)
+            replay()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA],
                                     acc_events=True) as profile:
             for _ in range(STEPS):
-                self.replay(*batch)
+                replay()
             torch.cuda.synchronize()
-        ProfiledRun.kernels = sorted(
-            ((event.name, event.time_range.start, event.time_range.end)
-             for event in profile.events()
-             if event.device_type == torch.autograd.DeviceType.CUDA), key=lambda one: one[1])
+        kernels.extend((event.name, event.time_range.start, event.time_range.end)
+                       for event in profile.events()
+                       if event.device_type == torch.autograd.DeviceType.CUDA)
+        step.close()
+        raise Enough
+
+    train_measured(args, measured)
+    return sorted(kernels, key=lambda one: one[1])
 
 
-def covered(spans):
+def covered(spans: Sequence[tuple[float, float]]) -> float:
     """Length of the union of the (start, end) spans, which come in order of their starts."""
     total, reached = 0.0, -float("inf")
     for start, end in spans:
@@ -70,7 +69,7 @@ def covered(spans):
     return total
 
 
-def collectives(kernels, steps):
+def collectives(kernels: list[Kernel], steps: int) -> dict[str, float]:
     """{purpose: microseconds} of NCCL's kernels.
 
     SyncBatchNorm gathers once and reduces once in each layer; what is reduced beyond that are the
@@ -86,7 +85,7 @@ def collectives(kernels, steps):
     return {purpose: time for purpose, time in found.items() if time}
 
 
-def kinds(kernels):
+def kinds(kernels: list[Kernel]) -> dict[str, float]:
     """{kind: microseconds} of the kernels that compute."""
     found = dict.fromkeys((kind for kind, _ in COMPUTING), 0.0)
     for name, start, end in kernels:
@@ -95,7 +94,7 @@ def kinds(kernels):
     return found
 
 
-def breakdown(kernels, steps):
+def breakdown(kernels: list[Kernel], steps: int) -> list[tuple[str, float]]:
     """[(what, milliseconds per step)] of the kernels of ``steps`` steps, in order of start."""
     sent = [kernel for kernel in kernels if "nccl" in kernel[0].lower()]
     computed = [kernel for kernel in kernels if "nccl" not in kernel[0].lower()]
@@ -109,21 +108,15 @@ def breakdown(kernels, steps):
     return [(what, time / 1000 / steps) for what, time in rows]
 
 
-def main(args):
+def main(args: Options) -> None:
     """Train in a temporary output folder and print the table."""
-    if args.script == "launch":
-        init_distributed_mode(args)
-    else:
-        set_single_process(args)
+    join(args)
     if args.device == "cpu":
         raise ValueError("the profile is one of a GPU: --device cpu has none")
-    trainer.Run = ProfiledRun
-    with tempfile.TemporaryDirectory(prefix="profile_step_") as folder:
-        args.output_dir = folder
-        trainer.train(args)
+    kernels = profiled_kernels(args)
     if args.rank == 0:
         print("| what | ms per step |\n| --- | ---: |")
-        for what, time in breakdown(ProfiledRun.kernels, STEPS):
+        for what, time in breakdown(kernels, STEPS):
             print(f"| {what.replace('    ', '&emsp;')} | {time:.2f} |", flush=True)
     cleanup()
 

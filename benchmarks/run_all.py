@@ -19,19 +19,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run from any folder
+from repository import ROOT  # first: the way to its modules
 
-from measure_scaling import launcher, read_epochs, run_limited, training_command  # noqa: E402
+from measure_scaling import launcher, read_epochs, run_limited, training_command
 
 PARTS = ("steps", "walls", "accuracy", "streaming")
 STEP_TIME, PLAIN = (ROOT / "benchmarks" / name for name in ("step_time.py", "plain_loop.py"))
 NAMES = {"off": "fp32", "bf16": "bf16", "fp16": "fp16"}
 LAST = 5  # epochs whose mean is a run's accuracy
+Options = argparse.Namespace
+Result = dict[str, Any]  # part, what, command, details, and figures or "failed"
 
 
 @dataclass
@@ -41,30 +44,31 @@ class Job:
     part: str
     what: str
     kind: str
-    words: list
+    words: list[str]
     limit: float = 300.0  # seconds
-    details: dict = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 # ---- what is run -----------------------------------------------------------------------------
 
-def command(options, script, *more):
+def command(options: Options, script: Path, *more: Any) -> list[str]:
     """The words that run one of the two benchmark scripts on ``--gpus`` processes."""
-    return [*launcher(options.gpus, script, script), *map(str, more)]
+    return [str(word) for word in (*launcher(options.gpus, script, script), *more)]
 
 
-def training(options, *more):
+def training(options: Options, *more: Any) -> list[str]:
     return [str(word) for word in training_command(options.gpus, more)]
 
 
-def step_jobs(options):
+def step_jobs(options: Options) -> Iterator[Job]:
     """Captured, eager, ceiling and plain, for each type and batch size."""
     for batch in options.batch_sizes:
         # Large batches make few steps of an epoch: take more epochs.
         epochs = options.step_epochs * (4 if batch > 64 else 1)
         for amp in options.amp:
             shared = "--batch-size", batch, "--amp", amp
-            ours = {"captured": [], "eager": ["--no-cuda-graph"], "ceiling": ["--no-input"]}
+            ours: dict[str, list[str]] = {
+                "captured": [], "eager": ["--no-cuda-graph"], "ceiling": ["--no-input"]}
             for name, more in ours.items():
                 yield Job("steps", name, "step", command(
                     options, STEP_TIME, *shared, "--epochs", epochs, *more),
@@ -74,7 +78,7 @@ def step_jobs(options):
                 details={"batch": batch, "amp": amp})
 
 
-def wall_jobs(options):
+def wall_jobs(options: Options) -> Iterator[Job]:
     """Whole commands: ours, then the plain loop, which takes longest, last."""
     types = [amp for amp in ("off", "bf16") if amp in options.amp]
     for amp in types:
@@ -87,7 +91,7 @@ def wall_jobs(options):
                   600, {"amp": amp})
 
 
-def accuracy_jobs(options):
+def accuracy_jobs(options: Options) -> Iterator[Job]:
     """Each type and seed of ours, and the plain loop in fp32 with the same seeds."""
     for seed in options.seeds:
         shared = "--seed", seed, "--epochs", options.epochs
@@ -99,7 +103,7 @@ def accuracy_jobs(options):
                   {"seed": seed})
 
 
-def streaming_jobs(options):
+def streaming_jobs(options: Options) -> Iterator[Job]:
     """The streaming loop between its two ceilings."""
     for amp in options.amp:
         shared = "--data-cache", "off", "--amp", amp, "--epochs", options.step_epochs + 1
@@ -114,13 +118,13 @@ def streaming_jobs(options):
 class Runner:
     """Runs jobs within the budget and notes every result at once in the JSON file."""
 
-    def __init__(self, options, shared):
+    def __init__(self, options: Options, shared: list[str]) -> None:
         self.options, self.shared = options, ["--data-path", options.data_path, *shared]
         self.end = time.monotonic() + options.budget
         self.lock = threading.Lock()
 
-    def run(self, job):
-        """The job's result as a dict: part, what, command, details, and figures or "failed"."""
+    def run(self, job: Job) -> Result:
+        """The job's result, noted at once."""
         result = {"part": job.part, "what": job.what, "gpus": self.options.gpus, **job.details,
                   "command": shown([*job.words, *self.shared[2:]])}
         limit = min(job.limit, self.options.limit, self.end - time.monotonic())
@@ -136,7 +140,7 @@ class Runner:
                     file.write(json.dumps(result) + "\n")
         return result
 
-    def measured(self, job, limit):
+    def measured(self, job: Job, limit: float) -> Result:
         with tempfile.TemporaryDirectory(prefix="run_all_") as folder:
             place = ["--output-dir", folder] if job.kind == "train" else []
             status, output, wall = run_limited([*job.words, *self.shared, *place], limit, folder)
@@ -150,12 +154,12 @@ class Runner:
                 return {"failed": f"no figures in the output ({error!r})",
                         "output": output[-2000:]}
 
-    def run_part(self, jobs, parallel):
+    def run_part(self, jobs: list[Job], parallel: int) -> list[Result]:
         with ThreadPoolExecutor(parallel) as pool:
             return list(pool.map(self.run, jobs))
 
 
-def figures(job, output, folder):
+def figures(job: Job, output: str, folder: str) -> dict[str, Any]:
     """The figures that a command left in its output or its output folder."""
     if job.kind == "train":
         epochs = read_epochs(folder)
@@ -170,16 +174,16 @@ def figures(job, output, folder):
             "accuracy": statistics.fmean(e["accuracy"] for e in epochs[-LAST:])}
 
 
-def shown(words):
+def shown(words: Iterable[str]) -> str:
     """A command as a reader would type it, in the repository."""
-    text = shlex.join(str(word) for word in words)
+    text = shlex.join(words)
     text = text.replace(f"{sys.executable} -m torch.distributed.run", "torchrun")
     return text.replace(sys.executable, "python").replace(f"{ROOT}/", "")
 
 
 # ---- tables ----------------------------------------------------------------------------------
 
-def print_table(title, heads, rows):
+def print_table(title: str, heads: list[str], rows: list[list[Any]]) -> None:
     """A markdown table; ``rows`` are lists of cells."""
     print(f"\n### {title}\n\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for row in rows:
@@ -187,7 +191,7 @@ def print_table(title, heads, rows):
     sys.stdout.flush()
 
 
-def row(result, labels, *cells):
+def row(result: Result, labels: list[Any], *cells: Callable[[dict[str, Any]], str]) -> list[Any]:
     """Labels, then the cells made from the figures, or why there are none, then the command."""
     found = result.get("figures")
     values = [cell(found) for cell in cells] if found else [result["failed"]] + [""] * (
@@ -195,25 +199,28 @@ def row(result, labels, *cells):
     return [*labels, *values, f"`{result['command']}`"]
 
 
-def step_ms(found, batch, gpus):
+def step_ms(found: dict[str, Any], batch: int, gpus: int) -> float:
     """Median step time in ms; the plain loop tells images per second only."""
     return found["p50"] if "p50" in found else 1000 * batch * gpus / found["images_per_second"]
 
 
-def print_steps(results, options):
+def print_steps(results: list[Result], options: Options) -> None:
+    def line(r: Result) -> list[Any]:
+        return row(r, [r["batch"], NAMES[r["amp"]], r["what"]],
+                   lambda f: f"{step_ms(f, r['batch'], options.gpus):.2f}",
+                   lambda f: f"{f['p10']:.2f} to {f['p90']:.2f}" if "p10" in f else "",
+                   lambda f: f"{f['images_per_second']:.0f}",
+                   lambda f: "{median:.1f}, {max:.1f}".format(**f["save_gap_ms"])
+                   if "save_gap_ms" in f else "")
+
     print_table(
         f"Training step, {options.gpus} GPU(s)",
         ["batch", "type", "step", "ms (median)", "ms (10 % to 90 %)", "images/s",
          "ms from validation to training (median, max)", "command"],
-        [row(r, [r["batch"], NAMES[r["amp"]], r["what"]],
-             lambda f, r=r: f"{step_ms(f, r['batch'], options.gpus):.2f}",
-             lambda f: f"{f['p10']:.2f} to {f['p90']:.2f}" if "p10" in f else "",
-             lambda f: f"{f['images_per_second']:.0f}",
-             lambda f: "{median:.1f}, {max:.1f}".format(**f["save_gap_ms"])
-             if "save_gap_ms" in f else "") for r in results])
+        [line(r) for r in results])
 
 
-def print_walls(results, options):
+def print_walls(results: list[Result], options: Options) -> None:
     print_table(
         f"{options.epochs} epochs, {options.gpus} GPU(s)",
         ["loop", "type", "seconds/epoch (median)", "images/s", "command to exit, s", "command"],
@@ -222,7 +229,7 @@ def print_walls(results, options):
              lambda f: f"{f['wall_seconds']:.1f}") for r in results])
 
 
-def print_accuracy(results, options):
+def print_accuracy(results: list[Result], options: Options) -> None:
     """One row per loop and type: the mean over its seeds, and each seed."""
     rows = []
     for what in dict.fromkeys(r["what"] for r in results):
@@ -237,29 +244,33 @@ def print_accuracy(results, options):
                  f"command (seed {options.seeds[0]})"], rows)
 
 
-def print_streaming(results, options):
+def print_streaming(results: list[Result], options: Options) -> None:
     """Images per second, and the streaming loop as a share of the lower ceiling."""
     rates = {(r["amp"], r["what"]): r["figures"]["images_per_second"]
              for r in results if "figures" in r}
 
-    def share(result):
+    def share(result: Result) -> str:
         amp = result["amp"]
-        ceilings = [rates.get((amp, name)) for name in ("decoding alone", "step alone")]
-        if result["what"] != "streaming loop" or None in ceilings:
+        ceilings = [rates[amp, name] for name in ("decoding alone", "step alone")
+                    if (amp, name) in rates]
+        if result["what"] != "streaming loop" or len(ceilings) < 2:
             return ""
         return f"{rates[amp, 'streaming loop'] / min(ceilings):.0%}"
 
+    def line(r: Result) -> list[Any]:
+        return row(r, [NAMES[r["amp"]], r["what"]], lambda f: f"{f['images_per_second']:.0f}",
+                   lambda f: share(r))
+
     print_table(f"Streaming (--data-cache off), {options.gpus} GPU(s)",
                 ["type", "what", "images/s", "of the lower ceiling", "command"],
-                [row(r, [NAMES[r["amp"]], r["what"]], lambda f: f"{f['images_per_second']:.0f}",
-                     lambda f, r=r: share(r)) for r in results])
+                [line(r) for r in results])
 
 
 # ---- command line ----------------------------------------------------------------------------
 
-def words_of(allowed):
+def words_of(allowed: Iterable[str]) -> Callable[[str], list[str]]:
     """A parser of comma-separated words out of ``allowed``."""
-    def parse(text):
+    def parse(text: str) -> list[str]:
         words = text.split(",")
         if not set(words) <= set(allowed):
             raise argparse.ArgumentTypeError(f"{text!r}: choose from {','.join(allowed)}")
@@ -267,11 +278,11 @@ def words_of(allowed):
     return parse
 
 
-def integers(text):
+def integers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def read_options():
+def read_options() -> tuple[Options, list[str]]:
     """(our options, the words that go to every command)."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -301,7 +312,7 @@ def read_options():
     return options, shared
 
 
-def main():
+def main() -> None:
     options, shared = read_options()
     runner = Runner(options, shared)
     parts = {"steps": (step_jobs, print_steps), "walls": (wall_jobs, print_walls),

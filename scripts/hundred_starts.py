@@ -26,19 +26,19 @@ MARK = "HUNDRED_STARTS"  # in the environment of every process of a start
 NOT_OURS = ("torchinductor_", "torchelastic_")
 
 
-def words(launcher, options, data, output):
+def words(launcher: str, options: argparse.Namespace, data: str, output: str) -> list[str]:
     """The command of one start."""
     shared = ["--device", options.device, "--data-path", data, "--output-dir", output,
               "--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", "1",
               "--workers", "1", "--weights", ""]
     if launcher == "spawn":
-        return [sys.executable, ROOT / "train_multi_gpu_using_spawn.py", "--world-size", "2",
+        return [sys.executable, str(ROOT / "train_multi_gpu_using_spawn.py"), "--world-size", "2",
                 *shared]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-            ROOT / "train_multi_gpu_using_launch.py", *shared]
+            str(ROOT / "train_multi_gpu_using_launch.py"), *shared]
 
 
-def marked(number):
+def marked(number: int) -> list[int]:
     """Process ids that carry the mark of start ``number``."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -50,14 +50,14 @@ def marked(number):
     return found
 
 
-def listening():
+def listening() -> set[str]:
     """Local addresses, as the kernel writes them, on which somebody listens for TCP."""
     lines = [line.split() for name in ("tcp", "tcp6") if Path(f"/proc/net/{name}").exists()
              for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {line[1] for line in lines if line[3] == "0A"}
 
 
-def start(number, launcher, options, data):
+def start(number: int, launcher: str, options: argparse.Namespace, data: str) -> list[str]:
     """What was wrong with one start, a list of texts."""
     before = listening()
     with tempfile.TemporaryDirectory(prefix="hundred_starts_") as folder:
@@ -69,7 +69,7 @@ def start(number, launcher, options, data):
                                        env=environment, stdin=subprocess.DEVNULL, stdout=file,
                                        stderr=file, start_new_session=True)
             try:
-                status = process.wait(options.limit)
+                status: int | None = process.wait(options.limit)
             except subprocess.TimeoutExpired:
                 status = None
         time.sleep(0.2)
@@ -88,7 +88,7 @@ def start(number, launcher, options, data):
     return wrong
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, metavar="N")
@@ -96,7 +96,7 @@ def main():
     parser.add_argument("--limit", type=float, default=120, metavar="S",
                         help="seconds after which a start counts as hanging (120)")
     options = parser.parse_args()
-    failed, seconds = 0, []
+    failed, seconds = 0, list[float]()
     with tempfile.TemporaryDirectory(prefix="hundred_starts_data_") as data:
         draw_sample_set(os.path.join(data, "set"), images=50, size=48)
         for number in range(options.count):

@@ -8,6 +8,7 @@ A link to a line carries the text that stands there: [`text`](file.py#L12).
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +24,12 @@ class Link(NamedTuple):
     line: int | None
 
 
-def documents():
+def documents() -> list[Path]:
     """The repository's documents that have links."""
     return [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 
 
-def local_links(document):
+def local_links(document: Path) -> Iterator[Link]:
     """The links of a document to files of the repository; comments are no part of it."""
     text = re.sub(r"<!--.*?-->", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     for match in LINK.finditer(text):
@@ -39,13 +40,13 @@ def local_links(document):
         yield Link(match["text"].strip("`"), file, int(line[1]) if line else None)
 
 
-def lines_with(path, text):
+def lines_with(path: Path, text: str) -> list[int]:
     """Numbers of the lines of a file that hold the text."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [number for number, line in enumerate(lines, 1) if text in line]
 
 
-def problems(document):
+def problems(document: Path) -> Iterator[str]:
     """What is wrong with the local links of a document, a line each."""
     for link in local_links(document):
         path = document.parent / link.file
@@ -56,7 +57,7 @@ def problems(document):
                    f"(lines that do: {found}). python scripts/readme_links.py --fix")
 
 
-def fix(document):
+def fix(document: Path) -> None:
     """Write the right line number where the text of a link stands on exactly one line."""
     text = document.read_text(encoding="utf-8")
     for link in local_links(document):
@@ -70,7 +71,7 @@ def fix(document):
     document.write_text(text, encoding="utf-8")
 
 
-def main():
+def main() -> int:
     """Check, or with --fix repair and check; returns the exit status."""
     if sys.argv[1:] == ["--fix"]:
         for document in documents():
