@@ -14,7 +14,7 @@ IN_WORKER = re.compile(r"in DataLoader worker process")  # raised by the dataset
 LOST_PEER = re.compile(r"gloo|NCCL|Connection closed|Connection reset|Broken pipe|Socket")
 JOINED = re.compile(r"(\d+)/\d+ clients joined")  # of a rendezvous that ran out of time
 PORT_TAKEN = re.compile(r"in use")
-NOT_PLAIN = re.compile(r"Unsupported (global|class)|GLOBAL ")  # torch.load met more than tensors and plain data
+NOT_PLAIN = re.compile(r"Unsupported (global|class)|GLOBAL ")  # more than plain data in a file
 
 
 def is_lost_worker(error: BaseException) -> bool:
