@@ -227,6 +227,24 @@ def test_a_frozen_peer_is_named(flowers, tmp_path, launcher):
         assert job.text().count("rank 1 does not answer") >= 1
 
 
+@pytest.mark.parametrize("launcher", ["single", *LAUNCHERS])
+def test_a_job_that_stood_still_as_a_whole_goes_on(flowers, tmp_path, launcher):
+    """Ctrl-Z, a suspended batch job, a closed lid: nobody was silent, all slept."""
+    processes = 1 if launcher == "single" else 2
+    with training(tmp_path, launcher, "--timeout", "4", data=flowers, processes=processes) as job:
+        pids = [job.process.pid, *descendants(job.process.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        done = job.text().count("accuracy:")
+        time.sleep(9)  # more than twice as long as a peer may be silent
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+        job.wait_for(f"[epoch {done + 1}]")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.wait(30) == (1 if launcher == "launch" else 143), job.text()
+        assert "Stopped by SIGTERM" in job.text() and "does not answer" not in job.text()
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])

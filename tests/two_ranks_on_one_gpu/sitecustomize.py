@@ -1,6 +1,6 @@
 """Lets the tests for two GPUs run on one: every rank takes GPU 0. For function, not for figures.
 
-    PYTHONPATH=tests/two_ranks_on_one_gpu python -m pytest -m multigpu \\
+    PYTHONPATH=$PWD/tests/two_ranks_on_one_gpu python -m pytest -m multigpu \\
         --deselect tests/test_multigpu.py::test_each_process_stands_on_one_gpu
 
 NCCL refuses two ranks on one GPU of one machine: it is told that they are on two machines, and
