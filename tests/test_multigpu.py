@@ -49,7 +49,7 @@ from multi_train_utils.train_eval_utils import TrainStep, keep_frozen_statistics
 from multi_train_utils.trainer import ddp_options, make_optimizer
 from utils import read_split_data
 
-GPUS = torch.cuda.device_count()
+GPUS = int(os.environ.get("GPUS_FOR_TESTS", torch.cuda.device_count()))
 TWO_GPUS = [pytest.mark.multigpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 CPU = pytest.param("cpu", marks=pytest.mark.slow)
 CUDA = pytest.param("cuda", marks=TWO_GPUS)
