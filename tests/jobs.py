@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from conftest import clean_environment, end_group, full_command
+from conftest import ROOT, clean_environment, end_group, full_command
 from PIL import Image
 from torchvision import transforms
 
@@ -87,6 +87,13 @@ class Job:
                     if word.startswith(b"RANK=") and not parent_is_rank:
                         found.setdefault(int(word[5:]), pid)
         return [found[rank] for rank in sorted(found)]
+
+
+def planted(folder, code):
+    """Variables of an environment in which every Python process begins with ``code``."""
+    (folder / "planted").mkdir(parents=True)
+    (folder / "planted" / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(folder / "planted"), "PLANTED_ROOT": str(ROOT)}
 
 
 def cmdline(pid):

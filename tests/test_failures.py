@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, clean_environment, full_command
-from jobs import Job, all_gone, command, descendants, load, records
+from conftest import clean_environment, full_command
+from jobs import Job, all_gone, command, descendants, load, planted, records
 from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader, Dataset
 
@@ -42,13 +42,6 @@ def training(folder, launcher, *options, processes=2, data, env=None, after="[ep
             assert job.process.poll() is None and time.monotonic() < end, job.text()
             time.sleep(0.02)
         yield job
-
-
-def planted(folder, code):
-    """Variables of an environment in which every Python process begins with ``code``."""
-    (folder / "planted").mkdir()
-    (folder / "planted" / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": str(folder / "planted"), "PLANTED_ROOT": str(ROOT)}
 
 
 def assert_ended(job, pids, status=None, seconds=15):
