@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from conftest import clean_environment, end_group, full_command
+from conftest import ROOT, clean_environment, end_group, full_command
 from PIL import Image
 from torchvision import transforms
 
@@ -89,6 +89,13 @@ class Job:
         return [found[rank] for rank in sorted(found)]
 
 
+def planted(folder, code):
+    """Variables of an environment in which every Python process begins with ``code``."""
+    (folder / "planted").mkdir(parents=True)
+    (folder / "planted" / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(folder / "planted"), "PLANTED_ROOT": str(ROOT)}
+
+
 def cmdline(pid):
     """The command line of a process, empty where it is gone."""
     with contextlib.suppress(OSError):
@@ -146,8 +153,25 @@ def same_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def independent_count(weights, data, size=32, model="resnet18"):
-    """(correct, total) of a weight file by torchvision's network and transforms, image by image."""
+def assert_saved_in_mid_epoch(folder, signalled):
+    """The checkpoint was written because of a signal, sent at ``signalled`` (time.time_ns).
+
+    Returns its position. A run always stops after a step, so an epoch's own checkpoint, whose
+    position is 0, is not what the signal saved.
+    """
+    path = folder / "weights" / "checkpoint.pth"
+    # The file system's clock may be some milliseconds behind; steps and writing take longer.
+    assert path.stat().st_mtime_ns > signalled - 10_000_000
+    position = load(path)["position"]
+    assert position > 0
+    return position
+
+
+def independent_matrix(weights, data, size=32, model="resnet18"):
+    """Confusion matrix (row = true class) of a weight file, image by image.
+
+    By torchvision's network and transforms, which share nothing with the trainer's.
+    """
     _, (paths, labels), classes = read_split_data(data, class_indices=None, quiet=True)
     net = torchvision.models.get_model(model, weights=None, num_classes=classes)
     net.load_state_dict(load(weights), strict=True)
@@ -156,9 +180,9 @@ def independent_count(weights, data, size=32, model="resnet18"):
         transforms.Resize(round(size * 256 / 224)), transforms.CenterCrop(size),
         transforms.ToTensor(),
         transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
-    correct = 0
+    matrix = [[0] * classes for _ in range(classes)]
     with torch.no_grad():
         for path, label in zip(paths, labels, strict=True):
             with Image.open(path) as image:
-                correct += int(net(view(image.convert("RGB"))[None]).argmax() == label)
-    return correct, len(labels)
+                matrix[label][int(net(view(image.convert("RGB"))[None]).argmax())] += 1
+    return matrix

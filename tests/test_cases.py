@@ -242,11 +242,17 @@ def test_what_a_worker_is_given_can_be_pickled(flowers):
 @pytest.mark.parametrize(("cpus", "processes", "workers"), [
     (1, 1, 1), (1, 2, 0), (3, 2, 1), (16, 2, 8), (64, 2, 8), (64, 16, 4)])
 def test_workers_share_the_allowed_cpus(monkeypatch, capsys, cpus, processes, workers):
-    monkeypatch.setattr(data_pipeline, "allowed_cpus", lambda: cpus)
+    asked = []
+
+    def allowed():
+        asked.append(cpus)
+        return cpus
+
+    monkeypatch.setattr(data_pipeline, "allowed_cpus", allowed)
     monkeypatch.setattr(data_pipeline.os.path, "isdir", lambda path: False)  # of any /dev/shm
     args, _ = single()
     args.local_world_size = processes
-    assert choose_workers(args) == workers
+    assert choose_workers(args) == workers and asked
     assert capsys.readouterr().out == f"Using {workers} loader workers per process\n"
     args.workers = 5
     assert choose_workers(args) == 5
@@ -291,6 +297,7 @@ TrainingImages.__getitem__ = seeded
 add = EpochMeter.add
 def ruined(self, loss, images):
     if rank == os.environ.get("RUINED") and len(self.batch_sizes) == 1:
+        print("planted: a loss that is no number", flush=True)
         loss = loss * float("nan")
     add(self, loss, images)
 EpochMeter.add = ruined
@@ -314,6 +321,7 @@ def watched(folder, processes, data, **env):
 def test_a_loss_that_one_rank_alone_finds_bad_ends_all(flowers, tmp_path):
     words, env, _ = watched(tmp_path, 2, flowers, RUINED="1")
     text = ours(run(tmp_path, words, status=1, env=env))
+    assert text.count("planted: a loss that is no number") == 1
     assert text.count("the loss is nan") == 1
     assert re.search(r"^error \(rank 1 of 2 .*epoch 0, step 1: the loss is nan", text, re.M)
     assert "accuracy:" not in text and "destroy_process_group" not in text

@@ -17,8 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, clean_environment, full_command
-from jobs import Job, all_gone, command, descendants, load, records
+from conftest import clean_environment, full_command
+from jobs import (
+    Job,
+    all_gone,
+    assert_saved_in_mid_epoch,
+    command,
+    descendants,
+    load,
+    planted,
+    records,
+)
 from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,13 +50,6 @@ def training(folder, launcher, *options, processes=2, data, env=None, after="[ep
             assert job.process.poll() is None and time.monotonic() < end, job.text()
             time.sleep(0.02)
         yield job
-
-
-def planted(folder, code):
-    """Variables of an environment in which every Python process begins with ``code``."""
-    (folder / "planted").mkdir()
-    (folder / "planted" / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": str(folder / "planted"), "PLANTED_ROOT": str(ROOT)}
 
 
 def assert_ended(job, pids, status=None, seconds=15):
@@ -146,18 +148,22 @@ def test_a_signal_saves_and_says_how_to_go_on(flowers, tmp_path, launcher, signu
     processes = 1 if launcher == "single" else 2
     with training(tmp_path, launcher, data=flowers, processes=processes) as job:
         pids = descendants(job.process.pid)
+        signalled = time.time_ns()
         os.kill(job.process.pid, signum)
         assert_ended(job, pids, None if launcher == "launch" else 128 + signum)
         assert job.text().count("Stopped by") == 1 and "--resume auto" in job.text()
+    assert_saved_in_mid_epoch(tmp_path, signalled)
     assert_resumable(tmp_path, flowers)
 
 
 def test_a_signal_to_one_rank_stops_all_in_good_order(flowers, tmp_path):
     with training(tmp_path, "spawn", data=flowers) as job:
         pids = descendants(job.process.pid)
+        signalled = time.time_ns()
         os.kill(job.ranks()[1], signal.SIGUSR1)
         assert_ended(job, pids, 128 + signal.SIGUSR1)
         assert "Stopped by SIGUSR1" in job.text()
+    assert_saved_in_mid_epoch(tmp_path, signalled)
     assert_resumable(tmp_path, flowers)
 
 
@@ -173,6 +179,7 @@ def test_a_closed_terminal_stops_all_in_good_order(flowers, tmp_path, launcher):
     while "[epoch 1]" not in text:
         text += os.read(terminal, 10_000).decode()
     pids = descendants(process)
+    signalled = time.time_ns()
     os.close(terminal)
     end = time.monotonic() + 15
     while not (gone := os.waitpid(process, os.WNOHANG))[0] and time.monotonic() < end:
@@ -180,7 +187,7 @@ def test_a_closed_terminal_stops_all_in_good_order(flowers, tmp_path, launcher):
     os.kill(process, signal.SIGKILL) if not gone[0] else None
     assert os.waitstatus_to_exitcode(gone[1]) == (1 if launcher == "launch" else 128 + 1), text
     assert all_gone(pids)
-    assert load(tmp_path / "weights" / "checkpoint.pth")["position"] > 0  # in mid-epoch
+    assert_saved_in_mid_epoch(tmp_path, signalled)
     assert_resumable(tmp_path, flowers)
 
 
@@ -201,8 +208,10 @@ def test_nohup_is_heeded(flowers, tmp_path):
         for pid in (job.process.pid, *job.ranks()):
             os.kill(pid, signal.SIGHUP)
         job.wait_for(f"[epoch {job.text().count('accuracy:') + 2}]")
+        signalled = time.time_ns()
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.wait(30) == 143
+    assert_saved_in_mid_epoch(tmp_path, signalled)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -253,12 +262,15 @@ def test_on_two_gpus(flowers, tmp_path, launcher, signum):
     with training(tmp_path, launcher, "--device", "cuda", "--timeout", "5", data=flowers) as job:
         pids = descendants(job.process.pid)
         whom = job.process.pid if signum == signal.SIGTERM else job.ranks()[1]
+        signalled = time.time_ns()
         os.kill(whom, signum)
         frozen = signum == signal.SIGSTOP
         assert_ended(job, pids, seconds=5 + (45 if frozen and launcher == "launch" else 15))
         assert ("rank 1 does not answer" in job.text()) == frozen
         assert ("Stopped by SIGTERM" in job.text()) == (signum == signal.SIGTERM)
     assert_whole(tmp_path)
+    if signum == signal.SIGTERM:
+        assert_saved_in_mid_epoch(tmp_path, signalled)
 
 
 def test_a_peer_that_never_comes(flowers, tmp_path):
@@ -291,29 +303,49 @@ def test_an_image_that_breaks_while_training_is_named(flowers, tmp_path, launche
     assert_whole(tmp_path / "out")
 
 
-# Read by every Python of a job: what goes wrong in one rank, in its second epoch.
+# Read by every Python of a job: what goes wrong in one rank, in its second epoch of five steps.
+# Planted in what the trainer calls of torch, and so wherever it calls it from.
 PLANTED = """
-import os, sys
-sys.path.insert(0, os.environ["PLANTED_ROOT"])
-from multi_train_utils.records.saver import Saver
-from multi_train_utils.safety.guard import Guard
-from multi_train_utils.train_eval_utils import EpochMeter
+import os
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-where = os.environ["PLANTED"]
-kind, method = {"after_step": (Guard, "after_step"), "validate": (Guard, "stoppable"),
-                "save": (Saver, "save_epoch"), "nan": (EpochMeter, "add")}[where]
-original = getattr(kind, method)
+where, steps = os.environ["PLANTED"], []
 
-def planted(self, *args):
-    meter = self if where == "nan" else args[-1]  # after_step(meter), stoppable(batches, meter)
-    epoch = args[0] if where == "save" else meter.begin.epoch
-    if os.environ["RANK"] == ("0" if where == "save" else "1") and epoch == 1:
+def here(count):
+    return len(steps) >= count and torch.distributed.get_rank() == int(where != "save")
+
+def fail():
+    print(f"planted: {where} is met", flush=True)
+    raise RuntimeError(f"planted in {where}")
+
+def stepped(*_):
+    steps.append(1)
+    if where == "after_step" and here(6):
+        fail()
+
+def watch(module, name, count):
+    original = getattr(module, name)
+
+    def watched(*args, **kwargs):
+        if not here(count):
+            return original(*args, **kwargs)
         if where != "nan":
-            raise RuntimeError(f"planted in {where}")
-        args = args[0] * float("nan"), args[1]
-    return original(self, *args)
+            fail()
+        print("planted: nan is met", flush=True)
+        return original(*args, **kwargs) * float("nan")
 
-setattr(kind, method, planted)
+    setattr(module, name, watched)
+
+register_optimizer_step_post_hook(stepped)
+if where == "nan":
+    watch(functional, "cross_entropy", 5)
+elif where == "validate":
+    watch(nn.Module, "eval", 10)
+elif where == "save":
+    watch(torch, "get_rng_state", 10)
 """
 
 
@@ -328,6 +360,7 @@ def test_a_failure_of_one_rank_ends_all_and_is_said_once(flowers, tmp_path, laun
         cause = "epoch 1, step 0: the loss is nan" if where == "nan" else f"planted in {where}"
         (said,) = [line for line in job.text().splitlines() if line.startswith("error (")]
         assert f"(rank {int(where != 'save')} of 2 on" in said and cause in said
+        assert f"planted: {where} is met" in job.text()
         assert "PeerFailed" not in job.text()
     assert_whole(tmp_path / "out")
 
@@ -341,6 +374,7 @@ original = TrainingImages.__getitem__
 
 def stalled(self, key):
     if key[0] == 1 and os.environ["RANK"] == "1":
+        os.write(1, b"planted: a worker stalls\\n")
         time.sleep(3600)
     return original(self, key)
 
@@ -354,25 +388,28 @@ def test_loader_workers_that_send_nothing_are_not_waited_for(flowers, tmp_path, 
     with training(tmp_path / "out", launcher, "--timeout", "5", data=flowers, env=env) as job:
         pids = descendants(job.process.pid)
         assert_ended(job, pids, 1, seconds=20)
+        assert "planted: a worker stalls" in job.text()
         (said,) = [line for line in job.text().splitlines() if line.startswith("error (")]
         assert "(rank 1 of 2 on" in said and "the loader workers sent nothing" in said
         assert "--workers 0" in said
 
 
 STUCK = """
-import os, sys, time
-sys.path.insert(0, os.environ["PLANTED_ROOT"])
-from multi_train_utils.safety.guard import Guard
+import os, time
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-stoppable = Guard.stoppable
+evaluation, steps = nn.Module.eval, []
 
-def stuck(self, batches, meter):
-    if meter.begin.epoch == 1:
-        os.write(1, f"rank {self.rank} waits for its GPU\\n".encode())
+def stuck(self):
+    if len(steps) == 10:  # at the end of the second epoch
+        os.write(1, f"rank {torch.distributed.get_rank()} waits for its GPU\\n".encode())
         time.sleep(3600)
-    return stoppable(self, batches, meter)
+    return evaluation(self)
 
-Guard.stoppable = stuck
+register_optimizer_step_post_hook(lambda *_: steps.append(1))
+nn.Module.eval = stuck
 """
 
 
@@ -551,6 +588,9 @@ def test_two_jobs_at_once_and_in_one_folder(flowers, tmp_path):
             assert_fails(job, 90)
             assert "another run is writing" in job.text() and "--output-dir" in job.text()
         assert one.process.poll() is None and two.process.poll() is None
+        signalled = time.time_ns()
         for job in (one, two):
             os.kill(job.process.pid, signal.SIGTERM)
         assert one.wait(30) == two.wait(30) == 143
+    for job in (one, two):
+        assert_saved_in_mid_epoch(job.folder, signalled)

@@ -198,15 +198,17 @@ def train_steps(step, call, batches):
     return losses
 
 
-@pytest.mark.parametrize("device, amp", [
-    (device, amp) if device == "cpu" else pytest.param(device, amp, marks=GPU)
-    for device in ("cpu", "cuda") for amp in ("off", "bf16", "fp16")])
+# On the CPU nothing is captured: it would be the step compared with itself. What a step computes is
+# compared with the textbook's formulas in test_recipe.py.
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 def test_captured_and_eager_steps_are_the_same_bit_for_bit(device, amp, deterministic):
     device = torch.device(device)
     batches = make_batches(device, 20)
     eager, captured = make_step(device, amp), make_step(device, amp)
     losses = train_steps(eager, eager, batches)
     assert torch.stack(losses).isfinite().all()
+    assert len({float(loss) for loss in losses}) > 10  # else batches might change nothing
     assert not different(losses, train_steps(captured, prepared(captured, batches[0]), batches))
     assert not different(state_of(eager), state_of(captured))
 

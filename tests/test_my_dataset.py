@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import ExifTags, Image, ImageChops, ImageStat, PngImagePlugin
+from PIL import ExifTags, Image, ImageChops, ImageFile, ImageStat, PngImagePlugin
 from torch.utils.data import DataLoader
 from torchvision.transforms.functional import to_tensor
 
@@ -305,16 +305,29 @@ def test_a_program_for_another_interpreter_is_not_an_image(tmp_path):
         open_image(path)
 
 
-def test_above_the_pixel_limit_nothing_is_decoded(tmp_path, monkeypatch):
+@pytest.fixture
+def decoded(monkeypatch):
+    """The formats of the files that were decoded so far."""
+    formats, load = [], ImageFile.ImageFile.load
+
+    def noted(self):
+        formats.append(self.format)
+        return load(self)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", noted)
+    return formats
+
+
+def test_above_the_pixel_limit_nothing_is_decoded(tmp_path, decoded):
     path = one_bit_png(tmp_path / "bomb.png", 20000, 10000, data=b"")
-    monkeypatch.setattr(
-        "PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("the file was decoded")
-    )
     for read in (open_image, image_size, lambda path: open_image(path, at_least=(64, 64))):
         with pytest.raises(ImageError) as caught:
             read(path)
         for needed in (str(path), "200000000 pixels", "set PIL.Image.MAX_IMAGE_PIXELS"):
             assert needed in str(caught.value)
+    assert decoded == []
+    open_image(one_bit_png(tmp_path / "small.png", 200, 100))
+    assert decoded  # else it would not have been seen
 
 
 def test_a_large_picture_below_the_limit_loads_with_one_line_at_most(tmp_path):
@@ -369,14 +382,14 @@ def test_thin_pictures(tmp_path, size):
     assert open_image(tmp_path / "thin.png").size == image_size(tmp_path / "thin.png") == size
 
 
-def test_image_size_does_not_decode(tmp_path, monkeypatch):
-    for ending in ("jpg", "png", "bmp", "webp", "tif", "gif"):
-        corners((40, 30)).save(tmp_path / f"image.{ending}")
-    monkeypatch.setattr(
-        "PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("the file was decoded")
-    )
-    for path in tmp_path.iterdir():
-        assert image_size(path) == (40, 30)
+@pytest.mark.parametrize("ending", ["jpg", "png", "bmp", "webp", "tif", "gif"])
+def test_image_size_does_not_decode(tmp_path, decoded, ending):
+    path = tmp_path / f"image.{ending}"
+    corners((40, 30)).save(path)
+    decoded.clear()
+    assert image_size(path) == (40, 30) and decoded == []
+    open_image(path)
+    assert decoded  # else it would not have been seen
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,30 @@ import time
 
 import pytest
 import torch
-from jobs import Job, command, independent_count, load, records, same_tensors
+import torchvision
+from jobs import (
+    Job,
+    assert_saved_in_mid_epoch,
+    command,
+    independent_matrix,
+    load,
+    records,
+    same_tensors,
+)
+from PIL import Image, ImageOps
+from torch.utils.data import DataLoader
+from torchvision import transforms
 
 from multi_train_utils.augmentation import draw_crop
-from multi_train_utils.data_pipeline import EpochSampler, ShareSampler, TrainingImages
+from multi_train_utils.data_pipeline import (
+    EpochSampler,
+    ImageList,
+    ShareSampler,
+    TrainingImages,
+    collate,
+)
+from prepare_data import draw_sample_set
+from utils import read_split_data
 
 EPOCHS_4 = ("--epochs", "4", "--batch-size", "4")
 
@@ -21,25 +41,42 @@ def run(folder, launcher, processes, *options, status=0, env=None):
         return job.text()
 
 
+def count(matrix):
+    """(correct, total) of a confusion matrix."""
+    return sum(row[number] for number, row in enumerate(matrix)), sum(map(sum, matrix))
+
+
+@pytest.fixture(scope="module")
+def many_flowers(tmp_path_factory):
+    """200 images, 40 of them for validation: of 15, other weights often get as many right."""
+    folder = tmp_path_factory.mktemp("many") / "flowers"
+    draw_sample_set(str(folder), images=200, size=48)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "processes", "batch"), [
     ("single", 1, 7), ("spawn", 2, 5), ("launch", 3, 3), ("launch", 4, 2)])
-def test_printed_accuracy_is_that_of_the_saved_file(flowers, tmp_path, launcher, processes, batch):
-    text = run(tmp_path, launcher, processes, "--data-path", str(flowers), "--epochs", "2",
+def test_printed_accuracy_is_that_of_the_saved_file(many_flowers, tmp_path, launcher, processes,
+                                                    batch):
+    text = run(tmp_path, launcher, processes, "--data-path", str(many_flowers), "--epochs", "2",
                "--batch-size", str(batch), "--lr", "0.01")
     for record in records(tmp_path):
-        counted = independent_count(tmp_path / "weights" / f"model-{record['epoch']}.pth", flowers)
-        assert counted == (record["correct"], record["total"])
+        counted = independent_matrix(tmp_path / "weights" / f"model-{record['epoch']}.pth",
+                                     many_flowers)
+        assert count(counted) == (record["correct"], record["total"])
         assert f"({record['correct']}/{record['total']})" in text
+    # The last epoch's, which tells far more weights apart than a count does.
     (run_folder,) = (tmp_path / "runs").iterdir()
-    matrix = json.loads((run_folder / "confusion.json").read_text())["matrix"]
-    assert sum(map(sum, matrix)) == record["total"]
-    assert sum(row[i] for i, row in enumerate(matrix)) == record["correct"]
+    recorded = json.loads((run_folder / "confusion.json").read_text())
+    assert recorded["matrix"] == counted
+    for number, name in enumerate(recorded["classes"]):
+        right, of = counted[number][number], sum(counted[number])
+        assert f"\n    {name}: {right / of:.3f} ({right}/{of})\n" in text
 
 
 @pytest.mark.slow
 def test_fewer_validation_images_than_processes(tmp_path):
-    from prepare_data import draw_sample_set
     data = tmp_path / "few"
     draw_sample_set(str(data), images=30, size=48)
     for extra in sorted(data.iterdir())[2:]:
@@ -51,8 +88,8 @@ def test_fewer_validation_images_than_processes(tmp_path):
         "--batch-size", "3")
     (record,) = records(tmp_path / "out")
     assert record["total"] == 2  # two classes of six: one of each, on three processes
-    counted = independent_count(tmp_path / "out" / "weights" / "model-0.pth", data)
-    assert counted == (record["correct"], record["total"])
+    counted = independent_matrix(tmp_path / "out" / "weights" / "model-0.pth", data)
+    assert count(counted) == (record["correct"], record["total"])
 
 
 def global_steps(processes, batch, images=23, epoch=2, start=0):
@@ -106,23 +143,37 @@ def test_crops_stay_inside_and_cover_the_stated_area():
     assert 900 < flips < 1100
 
 
-def test_crops_are_equal_bit_for_bit_whoever_reads_them(flowers):
-    from multi_train_utils.data_pipeline import ImageList
-    from utils import read_split_data
+def test_crops_are_those_of_pillow_bit_for_bit_whoever_reads_them(flowers):
+    """By Pillow alone; by the dataset, which may know the sizes; by any number of workers."""
     (paths, labels), _, _ = read_split_data(flowers, class_indices=None, quiet=True)
     images = TrainingImages(ImageList(paths, labels), 32, seed=0)
     known_sizes = ImageList(paths, labels)
     known_sizes.sizes = [known_sizes.size(i) for i in range(len(paths))]
     again = TrainingImages(known_sizes, 32, seed=0)
-    for index in range(0, len(paths), 7):
-        assert torch.equal(images[(1, index)][0], again[(1, index)][0])
-        assert not torch.equal(images[(1, index)][0], images[(2, index)][0])
+    keys = [(epoch, index) for index in range(0, len(paths), 7) for epoch in (1, 2)]
+    expected = []
+    for epoch, index in keys:
+        with Image.open(paths[index]) as file:
+            image = file.convert("RGB")
+        crop = draw_crop(0, epoch, index, *image.size)
+        box = crop.left, crop.top, crop.left + crop.width, crop.top + crop.height
+        image = image.crop(box).resize((32, 32), Image.Resampling.BILINEAR)
+        image = ImageOps.mirror(image) if crop.flip else image
+        expected.append(transforms.functional.pil_to_tensor(image).permute(1, 2, 0))
+    for dataset in (images, again):
+        for key, pixels in zip(keys, expected, strict=True):
+            assert torch.equal(dataset[key][0], pixels)
+            assert dataset[key][1] == labels[key[1]]
+    for workers in (1, 2):
+        loader = DataLoader(again, batch_size=3, sampler=keys, num_workers=workers,
+                            collate_fn=collate)
+        assert torch.equal(torch.cat([batch for batch, _ in loader]), torch.stack(expected))
+    assert not torch.equal(expected[0], expected[1])  # another crop in another epoch
 
 
 @pytest.mark.slow
 def test_one_process_of_8_trains_as_two_of_4_with_frozen_layers(flowers, tmp_path):
     weights = tmp_path / "start.pth"
-    import torchvision
     torch.manual_seed(1)
     given = torchvision.models.resnet18(weights=None, num_classes=5).state_dict()
     torch.save(given, weights)
@@ -192,11 +243,12 @@ def test_stopped_in_mid_epoch_and_resumed(flowers, tmp_path, never_stopped, laun
     with Job(tmp_path, *words) as job:
         job.wait_for("[epoch 0]")
         time.sleep(0.3)
+        signalled = time.time_ns()
         os.killpg(job.process.pid, signum)
         assert job.wait(30) == status, job.text()
         assert "--resume auto" in job.text() and "all is saved" in job.text()
-    position = load(tmp_path / "weights" / "checkpoint.pth")["position"]
-    assert 0 <= position <= 60 and position % (4 * processes) == 0
+    position = assert_saved_in_mid_epoch(tmp_path, signalled)
+    assert position <= 60 and position % (4 * processes) == 0
     with Job(tmp_path, *words, "--resume", "auto") as job:
         assert job.wait(240) == 0, job.text()
     assert_same_run(tmp_path, never_stopped(processes))

@@ -484,6 +484,8 @@ def test_wrong_usage_is_exit_status_2(words, capsys):
 
 
 def test_cuda_without_a_gpu_offers_the_cpu(output, photos, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    looked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(looked.append(1)))
     status = predict.main([str(photos), "--weights", str(best(output)), "--device", "cuda"])
+    assert looked  # else it was this machine that has none
     assert status == 1 and "--device cpu" in capsys.readouterr().err

@@ -87,13 +87,19 @@ def test_classes_in_code_point_order(tmp_path):
 def test_the_listing_order_of_the_file_system_does_not_matter(tmp_path, monkeypatch):
     make(tmp_path, **{name: 12 for name in "edcba"})
     before = read_split_data(tmp_path, class_indices=None, quiet=True)
-    listdir, scandir, walk = os.listdir, os.scandir, os.walk
-    monkeypatch.setattr(os, "listdir", lambda *a: sorted(listdir(*a), reverse=True))
+    listed, listdir, scandir, walk = [], os.listdir, os.scandir, os.walk
+
+    def backwards(found, key=None):
+        listed.append(sorted(found, key=key, reverse=True))
+        return listed[-1]
+
+    monkeypatch.setattr(os, "listdir", lambda *a: backwards(listdir(*a)))
     monkeypatch.setattr(os, "walk", lambda *a, **k: iter(
-        [(top, folders[::-1], files[::-1]) for top, folders, files in walk(*a, **k)]))
-    backwards = {"key": lambda entry: entry.name, "reverse": True}
-    monkeypatch.setattr(os, "scandir", lambda *a: iter(sorted(scandir(*a), **backwards)))
+        [(top, backwards(folders), backwards(files)) for top, folders, files in walk(*a, **k)]))
+    monkeypatch.setattr(os, "scandir", lambda *a: iter(
+        backwards(scandir(*a), key=lambda entry: entry.name)))
     assert read_split_data(tmp_path, class_indices=None, quiet=True) == before
+    assert [len(names) for names in listed].count(12) == 5  # each class came backwards
 
 
 def test_no_global_random_state_is_read_or_touched(tmp_path):

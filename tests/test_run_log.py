@@ -13,9 +13,17 @@ from utils import write_class_indices
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_log.time, "strftime", lambda form: "2030-01-01_00-00-00")
+    asked = []
+
+    def one_second(form):
+        asked.append(form)
+        return "2030-01-01_00-00-00"
+
+    monkeypatch.setattr(run_log.time, "strftime", one_second)
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: new_folder(tmp_path / "runs"), range(40)))
+    assert len(asked) == 40
+    assert all(folder.name.startswith("2030-01-01_00-00-00") for folder in folders)
     assert len({*folders}) == 40 == len(list((tmp_path / "runs").iterdir()))
 
 

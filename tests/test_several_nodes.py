@@ -17,7 +17,17 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, clean_environment, full_command
-from jobs import SMALL, Job, all_gone, command, descendants, load, records, same_tensors
+from jobs import (
+    SMALL,
+    Job,
+    all_gone,
+    assert_saved_in_mid_epoch,
+    command,
+    descendants,
+    load,
+    records,
+    same_tensors,
+)
 
 pytestmark = pytest.mark.slow
 SLURM = {"SLURM_CONF": "/run/slurm_for_tests/slurm.conf"}
@@ -135,12 +145,14 @@ def test_slurms_warning_saves_and_the_next_job_goes_on(flowers, project):
     with BatchJob(project, *options, "500") as job:
         job.wait_for("[epoch 0]")
         pids = job.processes()
+        signalled = time.time_ns()
         slurm("scancel", "--signal=USR1", job.id)  # as --signal does: to the steps alone
         assert job.wait() == 128 + signal.SIGUSR1, job.text()
         assert all_gone(pids)
         text = job.text()
     assert text.count("Stopped by SIGUSR1") == 1 and "Traceback" not in text
     assert "srun --ntasks=2 python train_multi" in text and "submit the batch file again" in text
+    assert_saved_in_mid_epoch(project, signalled)
     epoch = load(project / "weights" / "checkpoint.pth")["epoch"]
     with BatchJob(project, *options, str(epoch + 1)) as job:
         assert job.wait() == 0, job.text()

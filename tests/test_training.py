@@ -55,6 +55,11 @@ def test_a_run_prints_logs_and_saves(flowers, tmp_path, launcher, processes):
     assert len(list(tmp_path.glob("runs/*/events.out.tfevents*"))) == 1
     indices = json.loads((tmp_path / "class_indices.json").read_text(encoding="utf-8"))
     assert indices["0"] == "daisy" and len(indices) == 5
+    for record in records(tmp_path):
+        # Both count the images of all processes. Training is the part of an epoch that its rate
+        # is over, so no machine can be too slow for this.
+        assert record["images_per_second"] * record["seconds"] > 59.9
+        assert f" {record['images_per_second']:.0f} images/s, " in text
     rates = [record["learning_rate"] for record in records(tmp_path)]
     assert rates == pytest.approx([0.001 * processes, 0.00055 * processes], abs=1e-9)
 
@@ -223,20 +228,36 @@ def test_cuda_without_a_gpu_under_torchrun(run_script):
     assert "accuracy" not in result.stdout
 
 
+def pretend_gpus(monkeypatch, visible):
+    """So many GPUs for the code under test; returns a list of each time that it looked."""
+    looked = []
+
+    def count():
+        looked.append(visible)
+        return visible
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count() > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    return looked
+
+
 @pytest.mark.parametrize(("text", "visible"), [
     ("cuda", 0), ("0", 0), ("cuda:9", 0), ("cuda:9", 1), ("1", 1)])
 def test_a_gpu_that_is_not_there_is_named_as_it_was_asked_for(text, visible, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    looked = pretend_gpus(monkeypatch, visible)
     with pytest.raises((OSError, ValueError), match=f"--device {text}: .*--device cpu"):
         select_gpu(text, 0, 1)
+    assert looked
+    if visible:  # and the one that is there is taken
+        assert select_gpu("0", 0, 1) == select_gpu("cuda", 0, 1) == 0
 
 
 def test_auto_takes_the_cpu_where_there_is_nothing_else(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    looked = pretend_gpus(monkeypatch, 0)
     args = parse_args("single", ["--device", "auto"])
     set_single_process(args)
     assert (args.device, args.gpu, args.world_size) == ("cpu", None, 1)
+    assert looked
 
 
 @pytest.mark.slow
