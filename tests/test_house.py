@@ -72,7 +72,7 @@ def test_only_doors_and_benchmarks_import_the_trainer():
                  if ".venv" not in path.parts and "tests" not in path.parts
                  and re.search(r"^from multi_train_utils(\.trainer import| import .*trainer)",
                                path.read_text(encoding="utf-8"), re.M)}
-    assert importers == {*DOORS, "benchmarks/step_time.py", "benchmarks/profile_step.py"}
+    assert importers == {*DOORS, "benchmarks/step_time.py"}
 
 
 @pytest.mark.parametrize("name", ["model.py", "my_dataset.py", "utils.py"])

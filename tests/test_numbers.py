@@ -167,7 +167,7 @@ def test_crops_are_those_of_pillow_bit_for_bit_whoever_reads_them(flowers):
     for workers in (1, 2):
         loader = DataLoader(again, batch_size=3, sampler=keys, num_workers=workers,
                             collate_fn=collate)
-        assert torch.equal(torch.cat([batch for batch, _ in loader]), torch.stack(expected))
+        assert torch.equal(torch.cat([batch for batch, *_ in loader]), torch.stack(expected))
     assert not torch.equal(expected[0], expected[1])  # another crop in another epoch
 
 
