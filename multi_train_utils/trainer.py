@@ -201,6 +201,7 @@ def make_optimizer(model: nn.Module, args: Options,
     """SGD with momentum 0.9 over the parameters that require gradients.
 
     On a GPU it is fused and its learning rate a tensor, so that a captured step sees each change.
+    Another optimiser that counts its steps needs ``capturable=on_gpu`` too, as AdamW does.
     """
     on_gpu = device.type == "cuda"
     rate = torch.tensor(args.lr, device=device) if on_gpu else args.lr

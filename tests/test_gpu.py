@@ -241,6 +241,20 @@ def test_warm_up_leaves_no_trace(device, amp):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_optimiser_is_warmed_up_without_a_trace_and_captured(device, deterministic):
+    """Its state is made by the first step, which is one of the warm-up."""
+    device, batches = torch.device(device), make_batches(torch.device(device), 5)
+    eager, captured = make_step(device), make_step(device)
+    for step in (eager, captured):
+        rate = torch.tensor(0.001, device=device)
+        step.optimizer = torch.optim.AdamW(step.model.parameters(), lr=rate,
+                                           capturable=device.type == "cuda")
+    call = prepared(captured, batches[0])
+    losses = [train_steps(step, run, batches) for step, run in ((eager, eager), (captured, call))]
+    assert not different(*losses) and not different(state_of(eager), state_of(captured))
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 def test_captured_step_refuses_a_batch_of_another_shape(device):
     device = torch.device(device)

@@ -92,7 +92,8 @@ def warm_up(step: TrainStep, batch: list[Tensor] | tuple[Tensor, ...], steps: in
     kernels, the optimiser allocates its momentum: after this every step is like the next.
     """
     changed = [*step.model.state_dict().values(), *(
-        value for state in step.optimizer.state.values() for value in state.values())]
+        value for state in step.optimizer.state.values() for value in state.values()
+        if isinstance(value, Tensor))]
     before, scaler = [value.clone() for value in changed], step.scaler.state_dict()
     random_state = torch.get_rng_state()
     step.model.train()
@@ -100,9 +101,14 @@ def warm_up(step: TrainStep, batch: list[Tensor] | tuple[Tensor, ...], steps: in
     for _ in range(steps):
         step(*batch)
     step.optimizer.zero_grad(set_to_none=True)
+    known = {id(value) for value in changed}
     with torch.no_grad():
         for value, old in zip(changed, before, strict=True):
             value.copy_(old)
+        for state in step.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and id(value) not in known:
+                    value.zero_()  # made by the first step: Adam's averages and count begin at 0
     if scaler:
         step.scaler.load_state_dict(scaler)
     torch.set_rng_state(random_state)
