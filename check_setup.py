@@ -27,6 +27,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
+from utils import allowed_cpus
+
 try:
     import torch
     import torch.distributed as dist
@@ -510,16 +512,6 @@ def nvidia_smi(*arguments: str) -> list[str] | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.splitlines() if done.returncode == 0 else None
-
-
-def allowed_cpus() -> int:
-    """CPUs that this process may use: affinity, and a container's quota."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
-        quota, period = file.read().split()
-        if quota != "max":
-            cpus = min(cpus, max(1, int(quota) // int(period)))
-    return cpus
 
 
 def is_free(port: int) -> bool:

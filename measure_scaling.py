@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from utils import written_whole
+
 ROOT = Path(__file__).resolve().parent
 PATIENCE = 15.0  # seconds between the request to stop and the end
 
@@ -193,7 +195,19 @@ def main():
         settings = {name: getattr(options, name) for name in
                     ("epochs", "batch_size", "amp", "syncBN", "device")}
         text = json.dumps({"settings": settings | {"others": others}, "runs": results}, indent=2)
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        try:
+            write_json(Path(options.json), text + "\n")
+        except OSError as error:
+            sys.exit(f"error: {error}")
+
+
+def write_json(path, text):
+    """Write the figures; a pipe or device, such as /dev/stdout, is written to, not replaced."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    with written_whole(path, "--json") as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ current folder. It needs no display unless --show is given.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import math
-import os
-import secrets
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from utils import written_whole
 
 # The example figures published with the original teaching collection, which this one rebuilds:
 # ResNet-34 from scratch on flower_photos, 30 epochs. Not measured with this code.
@@ -307,21 +305,8 @@ def figure_maker(show):
 
 def write_figure(figure, path):
     """Write the figure as PNG, whole or not at all. Raises OSError naming the path."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror}. Choose another folder with "
-                      "--output-dir") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def parse_args(argv=None):

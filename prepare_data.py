@@ -30,6 +30,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from utils import written_whole
+
 FLOWERS_URL = ("https://storage.googleapis.com/download.tensorflow.org/example_images/"
                "flower_photos.tgz")
 FLOWER_COUNTS = {"daisy": 633, "dandelion": 898, "roses": 641, "sunflowers": 699, "tulips": 799}
@@ -142,14 +144,13 @@ def download_weights(output, url=WEIGHTS_URL):
         refuse_unless(output, check_weights(output, url))
         print(f"{output}: already there, and whole")
         return
-    with staging_folder(output) as staging:
-        file = staging / "weights.pth"
-        save_url(url, file)
-        problem = check_weights(file, url)
+    check_parent(output)
+    with written_whole(output, "--output") as temporary:
+        save_url(url, temporary)
+        problem = check_weights(temporary, url)
         if problem:
             raise ValueError(f"{url}: not the weights of a ResNet-34: {problem}. Run the command "
                              "again, or give another address with --url")
-        os.replace(file, output)
     print(f"{output}: weights of ResNet-34, 1000 classes")
 
 
@@ -199,14 +200,19 @@ def sha256(path):
 
 # ---- shared by both downloads ----------------------------------------------------------------
 
+def check_parent(output):
+    """Raise FileNotFoundError where there is no folder for `output` to lie in."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent}: no such folder, so {output} cannot be made")
+
+
 @contextlib.contextmanager
 def staging_folder(output):
     """A private folder beside `output`, to be filled and renamed from; gone at the end.
 
     Beside it, because a rename is atomic only within one file system.
     """
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"{output.parent}: no such folder, so {output} cannot be made")
+    check_parent(output)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=output.parent) as folder:
         yield Path(folder)
 
@@ -238,8 +244,6 @@ def save_url(url, path):
             if received > SIZE_LIMIT:
                 raise OSError(f"{url}: more than {SIZE_LIMIT / 2**30:g} GiB, which cannot be the "
                               "right file. Check the address")
-        file.flush()
-        os.fsync(file.fileno())
     if total is not None and received != total:
         raise OSError(f"{url}: the connection ended after {received} of {total} bytes. Run the "
                       "command again")

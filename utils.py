@@ -1,4 +1,10 @@
-"""What stands before training: the folder of classes, its split, and a look at a batch."""
+"""What stands before training: the folder of classes, its split, and a look at a batch.
+
+And at the end what all scripts share: files that are written whole, and the CPUs to use. Needs
+nothing but the standard library.
+"""
+
+from __future__ import annotations  # so that check_setup.py can tell an old Python that it is old
 
 import contextlib
 import json
@@ -10,9 +16,9 @@ import secrets
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -91,7 +97,8 @@ def as_utf8(name: str) -> str:
 def write_class_indices(names: Sequence[str], path: str | os.PathLike) -> None:
     """Write `{"0": "daisy", ...}` to `path`, UTF-8, whole or not at all; OSError names the path."""
     content = {str(number): as_utf8(name) for number, name in enumerate(names)}
-    _write_whole(path, _utf8_json(content))
+    with written_whole(path) as temporary:
+        temporary.write_bytes(_utf8_json(content))
 
 
 def check_class_count(given: int | None, names: Sequence[str]) -> int:
@@ -336,27 +343,6 @@ def _utf8_json(value: dict) -> bytes:
     return text.encode("utf-8")
 
 
-def _write_whole(path: str | os.PathLike, content: bytes) -> None:
-    """Write a file that readers see whole or not at all, even through a power cut."""
-    path = os.fspath(path)
-    # In the same folder, because a rename is atomic only within one file system.
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
-    try:
-        try:
-            with open(temporary, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            if os.path.lexists(temporary):
-                os.remove(temporary)
-            raise
-    except OSError as error:
-        # The user knows the name that was asked for, not the temporary one.
-        raise OSError(error.errno, f"cannot write {_readable(path)}: {error.strerror}") from error
-
-
 def _denormalised(image):
     """Float `3 x H x W`, normalised with ImageNet's figures, to `H x W x 3` in 0..1."""
     mean = image.new_tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
@@ -364,19 +350,22 @@ def _denormalised(image):
     return (image * std + mean).clamp(0, 1).permute(1, 2, 0).cpu()
 
 
+# ---- what all scripts share ------------------------------------------------------------------
+
 # Files to remove should the process have to leave in the middle of writing them.
-unfinished_files = set()
+unfinished_files: set[Path] = set()
 
 
 @contextlib.contextmanager
-def written_whole(path):
-    """A temporary path beside ``path``; renamed to it at the end, removed after any failure.
+def written_whole(path: str | os.PathLike, option: str = "--output-dir") -> Iterator[Path]:
+    """A temporary path beside `path`; renamed to it at the end, removed after any failure.
 
-    ``OSError`` (full disk, read-only folder, file-size limit) names the path; the older file stays
-    as it was.
+    `OSError` (full disk, read-only folder, file-size limit) names the path, and `option` as the
+    remedy; the older file stays as it was, even through a power cut.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # In the same folder, because a rename is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     unfinished_files.add(temporary)
     try:
         yield temporary
@@ -384,26 +373,60 @@ def written_whole(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno is None:
+            raise  # not of the system, but worded for the user already, as of a failed download
         # torch reports a failed write as RuntimeError, without the system's reason.
-        raise write_error(path, error) from error
+        raise write_error(path, error, option) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
         unfinished_files.discard(temporary)
 
 
-def write_error(path, error):
-    """A failed write as an ``OSError`` that says which file, why, and what to do."""
-    reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+def write_error(path: Path, error: Exception, option: str = "--output-dir") -> OSError:
+    """A failed write as an `OSError` of the same number: which file, why, and what to do."""
+    number = getattr(error, "errno", None)
+    reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [""])[0]
     with contextlib.suppress(OSError):
         if shutil.disk_usage(path.parent).free < 2**20:
             reason = "no space left on the device"
-    return OSError(f"cannot write {path}: {reason}. The older file, if any, is as it was; free "
-                   "space there or choose another --output-dir")
+    # FileNotFoundError and so on: the class that Python has for the number.
+    failure = type(OSError(number, reason))(
+        f"cannot write {_readable(str(path))}: {reason}. The older file, if any, is as it was; "
+        f"free space there or choose another {option}")
+    failure.errno = number
+    return failure
 
 
-def allowed_cpus():
-    """Number of CPUs that this process may use."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def allowed_cpus() -> int:
+    """CPUs that this process may use: its affinity mask, and what its container grants."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cpus = len(os.sched_getaffinity(0))
+    else:
+        cpus = os.cpu_count() or 1
+    return max(1, min([cpus, *_cgroup_limits()]))
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Whole CPUs that each control group around this process grants, of those that set a limit."""
+    with contextlib.suppress(OSError):  # elsewhere than on Linux there are none
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            top, names = _CGROUPS, ["cpu.max"]
+            if "cpu" in controllers.split(","):  # version 1, which gives each controller a tree
+                top, names = _CGROUPS / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+            elif controllers:
+                continue
+            # Each group on the way counts. In a container the top one is often its own, while
+            # `place` is a name on the host, and is not there.
+            parts = PurePosixPath(place).parts[1:]
+            for depth in range(len(parts) + 1):
+                folder = top.joinpath(*parts[:depth])
+                with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+                    quota, period = " ".join((folder / name).read_text() for name in names).split()
+                    if int(quota) > 0:  # version 1 says -1 for no limit
+                        yield int(quota) // int(period)

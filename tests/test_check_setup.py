@@ -393,13 +393,3 @@ def test_a_report_is_found_behind_a_launchers_prefix():
     output = 'W1130 note\n[rank0]: check_setup report: {"bytes": 3}\nbye\n'
     assert check_setup.find_report(output) == {"bytes": 3}
     assert check_setup.find_report("nothing") is None
-
-
-@pytest.mark.parametrize("quota, expected", [("max 100000", 8), ("350000 100000", 3),
-                                             ("50000 100000", 1)])
-def test_a_containers_quota_bounds_the_cpus(monkeypatch, tmp_path, quota, expected):
-    file = tmp_path / "cpu.max"
-    file.write_text(quota + "\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    monkeypatch.setattr(check_setup, "open", lambda _: file.open(), raising=False)
-    assert check_setup.allowed_cpus() == expected

@@ -1,0 +1,104 @@
+"""What all scripts share: CPUs to use, and files that are written whole."""
+
+import errno
+import os
+
+import pytest
+
+import utils
+from utils import allowed_cpus, written_whole
+
+# ---- CPUs ------------------------------------------------------------------------------------
+
+# {what /proc/self/cgroup says: {file: its content}}, and the CPUs of eight that may be used.
+GROUPS = {
+    "no limit": ("0::/", {"cpu.max": "max 100000"}, 8),
+    "three and a half": ("0::/", {"cpu.max": "350000 100000"}, 3),
+    "half a CPU": ("0::/", {"cpu.max": "50000 100000"}, 1),
+    "more than there are": ("0::/", {"cpu.max": "1600000 100000"}, 8),
+    "a group around it": ("0::/jobs/7", {"jobs/7/cpu.max": "max 100000",
+                                         "jobs/cpu.max": "200000 100000"}, 2),
+    "a name on the host": ("0::/docker/abc", {"cpu.max": "400000 100000"}, 4),
+    "outside of what is seen": ("0::/../../x", {"cpu.max": "400000 100000"}, 4),
+    "version 1": ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "250000",
+                                      "cpu/cpu.cfs_period_us": "100000"}, 2),
+    "version 1, no limit": ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1",
+                                        "cpu/cpu.cfs_period_us": "100000"}, 8),
+    "another controller": ("4:memory:/a", {"a/cpu.max": "100000 100000"}, 8),
+    "damaged": ("0::/", {"cpu.max": "three"}, 8),
+    "no files": ("0::/", {}, 8),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_containers_quota_bounds_the_cpus(monkeypatch, tmp_path, kind):
+    place, files, expected = GROUPS[kind]
+    for name, content in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(content + "\n")
+    (tmp_path / "own").write_text(f"7:pids:/\n{place}\n")
+    asked = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: asked.append(pid) or set(range(8)),
+                        raising=False)
+    monkeypatch.setattr(utils, "_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(utils, "_OWN_CGROUPS", tmp_path / "own")
+    assert allowed_cpus() == expected
+    assert asked == [0]
+
+
+def test_without_affinity_and_groups_all_cpus_count(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(utils, "_OWN_CGROUPS", tmp_path / "nowhere")
+    for there, expected in ((5, 5), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda there=there: there)
+        assert allowed_cpus() == expected
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def test_a_file_appears_whole_at_the_end(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("older")
+    with written_whole(path) as temporary:
+        temporary.write_text("newer")
+        assert path.read_text() == "older"
+        assert temporary.parent == tmp_path and temporary in utils.unfinished_files
+    assert path.read_text() == "newer"
+    assert os.listdir(tmp_path) == ["file"] and not utils.unfinished_files
+
+
+@pytest.mark.parametrize("error, kind, words", [
+    (OSError(errno.EACCES, "Permission denied"), PermissionError, "Permission denied"),
+    (OSError(errno.ENOSPC, "No space left"), OSError, "No space left"),
+    (RuntimeError("write failed\nstack of C++ names"), OSError, "write failed"),
+    (RuntimeError(), OSError, "cannot write")])
+def test_a_failed_write_says_which_file_and_what_to_do(tmp_path, error, kind, words):
+    with pytest.raises(OSError) as caught:
+        with written_whole(tmp_path / "file", "--output") as temporary:
+            temporary.write_text("half")
+            raise error
+    assert type(caught.value) is kind and caught.value.errno == getattr(error, "errno", None)
+    text = str(caught.value)
+    assert text.startswith(f"cannot write {tmp_path / 'file'}: ") and words in text
+    assert text.endswith("choose another --output") and "C++" not in text
+    assert not any(tmp_path.iterdir()) and not utils.unfinished_files
+
+
+@pytest.mark.parametrize("error", [ValueError("not the weights"), OSError("no network"),
+                                   KeyboardInterrupt()])
+def test_what_is_no_failed_write_passes_as_it_is(tmp_path, error):
+    with pytest.raises(type(error)) as caught:
+        with written_whole(tmp_path / "file") as temporary:
+            temporary.write_text("half")
+            raise error
+    assert caught.value is error
+    assert not any(tmp_path.iterdir()) and not utils.unfinished_files
+
+
+def test_a_folder_of_that_name_stays(tmp_path):
+    (tmp_path / "file" / "below").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match="cannot write .*file: "):
+        with written_whole(tmp_path / "file") as temporary:
+            temporary.write_text("text")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file" / "below").is_dir()
