@@ -10,7 +10,6 @@ it. Exit status: 0 nothing FAILs, 1 something does, 2 wrong usage.
 from __future__ import annotations  # so that a Python too old for the rest can say so
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
-from utils import allowed_cpus
+from utils import TIMED_OUT, allowed_cpus, run_limited
 
 try:
     import torch
@@ -327,14 +326,12 @@ def check_launchers(seconds: float) -> Iterator[Result]:
 
 def try_launcher(name: str, command: Sequence[str], count: int, seconds: float) -> Result:
     """Start `count` workers by a launcher's command; they must find each other and add up."""
-    began = time.monotonic()
-    status, output = run_limited(command, seconds)
-    took = time.monotonic() - began
+    status, output, took = run_limited(command, seconds)
     report = find_report(output)
     if status == 0 and report is not None:
         return Result(OK, name, f"{count} processes found each other, {took:.0f} s", "", report)
     words = last_words(output)
-    if status is None:
+    if status == TIMED_OUT:
         text = f"not done after {seconds:g} s"
         remedy = ("the processes do not reach each other, or the machine is overloaded (--timeout "
                   "gives more time)")
@@ -359,37 +356,6 @@ def bandwidth_result(backend: str, reports: Sequence[dict]) -> Result:
         return Result(WARN, f"all-reduce, {backend}", text, "slow for GPUs: see links and peer "
                       "access above, and NCCL_DEBUG=INFO for the way that NCCL takes", best)
     return Result(OK, f"all-reduce, {backend}", text, "", best)
-
-
-def run_limited(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """(exit status, output) of a command; the status is None where it ran past the limit.
-
-    At the limit its process group is asked to end, so that a launcher ends its workers, and killed
-    five seconds later. Workers whose launcher was killed notice that themselves.
-    """
-    # A file, not a pipe: a left-over grandchild would hold a pipe open, and this check with it.
-    with tempfile.TemporaryFile() as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT,
-                                   stdin=subprocess.DEVNULL, start_new_session=True)
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end_group(process)
-        file.seek(0)
-        return status, file.read().decode("utf-8", "replace")
-
-
-def end_group(process: subprocess.Popen, patience: float = 5.0) -> None:
-    """End a process started with a session of its own, and what it started there."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signum)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
 
 
 def find_report(output: str) -> dict | None:

@@ -10,59 +10,15 @@ the training scripts. Exit status: 0 done, 1 a run failed, 2 wrong usage.
 """
 
 import argparse
-import contextlib
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from utils import written_whole
+from utils import TIMED_OUT, run_limited, written_whole
 
 ROOT = Path(__file__).resolve().parent
-PATIENCE = 15.0  # seconds between the request to stop and the end
-
-
-def run_limited(words, seconds, folder=None):
-    """Run a command for at most ``seconds``.
-
-    Args:
-        words: program and arguments.
-        seconds: time limit; the command and its processes are ended after that.
-        folder: where to run it (default: here).
-
-    Returns:
-        (exit status, output, wall time in seconds); the status is 124 after the limit.
-    """
-    with tempfile.TemporaryFile() as output:
-        start = time.perf_counter()
-        # A session of its own, so that whatever the command starts can be ended with it.
-        process = subprocess.Popen([str(word) for word in words], stdout=output,
-                                   stderr=subprocess.STDOUT, cwd=folder, start_new_session=True)
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = 124
-        finally:
-            end_session(process)
-        wall = time.perf_counter() - start
-        output.seek(0)
-        return status, output.read().decode(errors="replace"), wall
-
-
-def end_session(process):
-    """End what is left of a command and of the processes in its session."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)  # a launcher passes it on to its processes
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def launcher(count, single, launch):
@@ -174,7 +130,7 @@ def measure(count, options, others):
         status, output, wall = run_limited(words, options.limit)
         epochs = read_epochs(folder)
     if status or len(epochs) < 2:
-        why = f"not done in {options.limit:g} s" if status == 124 else f"exit status {status}"
+        why = f"not done in {options.limit:g} s" if status == TIMED_OUT else f"exit status {status}"
         last = "\n".join(f"    {line}" for line in output.splitlines()[-12:])
         sys.exit(f"error: the run on {processes(count)} failed ({why}). Its last lines:\n{last}")
     return summary(count, epochs) | {"wall_seconds": wall}

@@ -1,7 +1,7 @@
 """What stands before training: the folder of classes, its split, and a look at a batch.
 
-And at the end what all scripts share: files that are written whole, and the CPUs to use. Needs
-nothing but the standard library.
+And at the end what all scripts share: files that are written whole, the CPUs to use, commands with
+a time limit. Needs nothing but the standard library.
 """
 
 from __future__ import annotations  # so that check_setup.py can tell an old Python that it is old
@@ -14,9 +14,13 @@ import random
 import re
 import secrets
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -430,3 +434,57 @@ def _cgroup_limits() -> Iterator[int]:
                     quota, period = " ".join((folder / name).read_text() for name in names).split()
                     if int(quota) > 0:  # version 1 says -1 for no limit
                         yield int(quota) // int(period)
+
+
+TIMED_OUT = 124  # the status of a command that ran past its limit, as the shell's `timeout` has it
+PATIENCE = 15.0  # seconds between the request to stop and the end
+
+
+def run_limited(
+    words: Iterable[object],
+    seconds: float,
+    folder: str | os.PathLike | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int, str, float]:
+    """Run a command for at most `seconds`; afterwards nothing of it is left.
+
+    Args:
+        words: program and arguments.
+        seconds: time limit.
+        folder: where to run it (default: here).
+        env: all of its environment variables (default: those of this process).
+
+    Returns:
+        `(exit status, output, wall time in seconds)`; the status is TIMED_OUT after the limit,
+        and the output holds what the command wrote as errors, too.
+    """
+    # A file, not a pipe: a process left over would hold a pipe open, and its reader with it.
+    with tempfile.TemporaryFile() as output:
+        start = time.perf_counter()
+        # A session of its own, so that whatever the command starts can be ended with it.
+        process = subprocess.Popen(
+            [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, cwd=folder, env=env, start_new_session=True)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = TIMED_OUT
+        finally:
+            wall = time.perf_counter() - start
+            end_session(process)
+        output.seek(0)
+        return status, output.read().decode(errors="replace"), wall
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """End what is left of a command and of the processes in its session.
+
+    Workers that torchrun started have sessions of their own; they notice when it has gone.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)  # a launcher passes it on to its processes
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

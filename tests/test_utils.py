@@ -1,12 +1,16 @@
-"""What all scripts share: CPUs to use, and files that are written whole."""
+"""What all scripts share: CPUs to use, files that are written whole, commands with a time limit."""
 
 import errno
 import os
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from leftovers import LINUX, no_processes_with
 
 import utils
-from utils import allowed_cpus, written_whole
+from utils import TIMED_OUT, allowed_cpus, run_limited, written_whole
 
 # ---- CPUs ------------------------------------------------------------------------------------
 
@@ -102,3 +106,47 @@ def test_a_folder_of_that_name_stays(tmp_path):
         with written_whole(tmp_path / "file") as temporary:
             temporary.write_text("text")
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file" / "below").is_dir()
+
+
+# ---- commands --------------------------------------------------------------------------------
+
+
+def test_a_command_gives_its_status_output_and_time(tmp_path):
+    code = ("import os, sys; print(os.getcwd(), os.environ.get('A'), len(sys.stdin.read())); "
+            "sys.stdout.flush(); sys.stderr.buffer.write(b'\\xff'); sys.exit(int(sys.argv[1]))")
+    before = time.perf_counter()
+    status, output, wall = run_limited([Path(sys.executable), "-c", code, 3], 60, tmp_path,
+                                       {**os.environ, "A": "b"})
+    assert 0 < wall < time.perf_counter() - before
+    assert (status, output) == (3, f"{tmp_path.resolve()} b 0\n\ufffd")
+    assert run_limited([sys.executable, "-c", code, 0], 60)[:2] == (
+        0, f"{Path.cwd()} None 0\n\ufffd")
+
+
+@LINUX
+def test_a_command_past_its_limit_is_ended_with_its_children(monkeypatch):
+    monkeypatch.setattr(utils, "PATIENCE", 0.5)
+    stubborn = ("import signal, subprocess, sys; "
+                "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+                "print('started', flush=True); "
+                "subprocess.run([sys.executable, '-c', 'import time; time.sleep(98.765)'])")
+    status, output, _ = run_limited([sys.executable, "-c", stubborn], 4)
+    assert status == TIMED_OUT and output == "started\n"
+    assert no_processes_with("time.sleep(98.765)")
+
+
+@LINUX
+def test_what_a_command_leaves_running_is_ended(tmp_path):
+    leaving = ("import subprocess, sys; "
+               "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(97.654)'])")
+    assert run_limited([sys.executable, "-c", leaving], 60)[:2] == (0, "")
+    assert no_processes_with("time.sleep(97.654)")
+
+
+@LINUX
+def test_a_command_is_asked_before_it_is_killed():
+    polite = ("import signal, sys, time; "
+              "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('good bye'))); "
+              "print('started', flush=True); time.sleep(96.543)")
+    status, output, _ = run_limited([sys.executable, "-c", polite], 4)
+    assert status == TIMED_OUT and output == "started\ngood bye\n"
