@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
-from utils import TIMED_OUT, allowed_cpus, run_limited
+from utils import TIMED_OUT, allowed_cpus, readable, run_limited
 
 try:
     import torch
@@ -528,11 +528,9 @@ def all_results(seconds: float) -> Iterator[Result]:
 
 def show(result: Result) -> None:
     """A line for the answer, and one for what to do about it."""
-    text = f"{result.status:<4}  {result.name}: {result.text}"
-    if result.remedy:
-        text += f"\n      -> {result.remedy}"
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    lines = [f"{result.status:<4}  {result.name}: {result.text}"]
+    lines += [f"      -> {result.remedy}"] if result.remedy else []
+    print("\n".join(readable(line, sys.stdout) for line in lines), flush=True)
 
 
 def parse_args(argv=None):

@@ -21,6 +21,8 @@ from PIL import ExifTags, Image, ImageCms, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from utils import readable
+
 # Load all of Pillow's format plugins now: later, the first threads would race to do it.
 Image.init()
 
@@ -73,8 +75,7 @@ class ImageError(ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        # A file name that is not valid UTF-8 holds lone surrogates, which no stream can print.
-        return f"{self.path}{self._JOINT}{self.reason}".encode("utf-8", "backslashreplace").decode()
+        return readable(f"{self.path}{self._JOINT}{self.reason}")
 
 
 def open_image(

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils import written_whole
+from utils import readable, written_whole
 
 # The example figures published with the original teaching collection, which this one rebuilds:
 # ResNet-34 from scratch on flower_photos, 30 epochs. Not measured with this code.
@@ -85,7 +85,8 @@ def read_run(folder):
     size, devices = about.get("world_size"), str(about.get("device_names", "")).lower()
     if type(size) is not int or size < 1:
         raise ValueError(f"{folder / 'run.json'}: world_size is {size!r}, not a positive integer")
-    run = Run(folder.resolve().name, size, "process" if "cpu" in devices else "GPU", [], [], [])
+    unit = "process" if "cpu" in devices else "GPU"
+    run = Run(readable(folder.resolve().name), size, unit, [], [], [])
     for number, line in enumerate(read_text(path).splitlines(), 1):
         epoch, seconds, accuracy = read_epoch(line, f"{path}, line {number}")
         if run.epochs and epoch <= run.epochs[-1]:
@@ -332,7 +333,7 @@ def plot(args):
         args.output_dir.mkdir(parents=True, exist_ok=True)
         for name, figure in charts.items():
             write_figure(figure, args.output_dir / name)
-            print(f"wrote {args.output_dir / name}")
+            print(readable(f"wrote {args.output_dir / name}", sys.stdout))
         if args.show:
             from matplotlib import pyplot
             pyplot.show()

@@ -28,7 +28,7 @@ from multi_train_utils.distributed_utils import select_gpu
 from multi_train_utils.options import image_size, positive_int, single_device
 from multi_train_utils.records.weights import read_torch_file, read_weights
 from my_dataset import ImageError, open_image
-from utils import IMAGE_ENDINGS, allowed_cpus, as_utf8
+from utils import IMAGE_ENDINGS, allowed_cpus, as_utf8, readable
 
 DEFAULT_MODEL, DEFAULT_IMAGE_SIZE = "resnet34", 224
 WIDEST_MATRIX = 30  # classes up to which a confusion matrix can be read on a screen
@@ -300,14 +300,6 @@ def confusion_matrix(predictions: Sequence[Prediction], labels: dict[str, int],
 
 # ---- output ----------------------------------------------------------------------------------
 
-def printable(text: str, stream=None) -> str:
-    """`text` with escapes for line breaks and the like, and for what a stream cannot say."""
-    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode()
-                   for char in text)
-    encoding = (stream or sys.stdout).encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
 def padded(text: str, width: int) -> str:
     return text + " " * (width - screen_width(text))
 
@@ -320,13 +312,13 @@ def screen_width(text: str) -> int:
 
 def complain(text: str) -> None:
     """A line on the error stream: what is wrong never mixes with the results."""
-    print(printable(text, sys.stderr), file=sys.stderr, flush=True)
+    print(readable(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def print_table(predictions, paths, classes, top_k) -> list[Prediction]:
     """Print a line per file as its prediction comes; returns the predictions."""
-    shown = [printable(name) for name in classes]
-    wide = max(map(screen_width, [*map(printable, paths), "file"]))
+    shown = [readable(name, sys.stdout) for name in classes]
+    wide = max(map(screen_width, [*(readable(path, sys.stdout) for path in paths), "file"]))
     name_wide = max(map(screen_width, [*shown, "class"]))
     heads = [f"  {padded('class', name_wide)}  {'prob.':>6}"] * min(top_k, len(classes))
     print(padded("file", wide) + "".join(heads))
@@ -338,7 +330,7 @@ def print_table(predictions, paths, classes, top_k) -> list[Prediction]:
             continue
         cells = [f"  {padded(shown[number], name_wide)}  {value:6.4f}"
                  for number, value in prediction.top(top_k)]
-        print(padded(printable(prediction.path), wide) + "".join(cells), flush=True)
+        print(padded(readable(prediction.path, sys.stdout), wide) + "".join(cells), flush=True)
     return done
 
 
@@ -346,7 +338,7 @@ def print_evaluation(matrix: list[list[int]], classes: Sequence[str]) -> None:
     """Print accuracy, per class too, and the confusion matrix."""
     result = evaluation(matrix, classes)
     print(f"\naccuracy: {result['accuracy']:.3f} ({result['correct']}/{result['total']})")
-    names = [f"{number} {printable(name)}" for number, name in enumerate(classes)]
+    names = [f"{number} {readable(name, sys.stdout)}" for number, name in enumerate(classes)]
     wide = max(map(screen_width, names))
     for number, (name, row) in enumerate(zip(names, matrix, strict=True)):
         if sum(row):

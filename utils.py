@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TextIO
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -98,6 +99,18 @@ def as_utf8(name: str) -> str:
         return name
 
 
+def readable(name: str, stream: TextIO | None = None) -> str:
+    """A name, or a line with names in it, as it can be shown: no name must end a run.
+
+    Escapes stand for line breaks and the like, for bytes that are not UTF-8, and, given a stream,
+    for what its encoding cannot say.
+    """
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode()
+                   for char in as_utf8(name))
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def write_class_indices(names: Sequence[str], path: str | os.PathLike) -> None:
     """Write `{"0": "daisy", ...}` to `path`, UTF-8, whole or not at all; OSError names the path."""
     content = {str(number): as_utf8(name) for number, name in enumerate(names)}
@@ -149,7 +162,7 @@ def plot_data_loader_image(
         axes = figure.add_subplot(rows, columns, i + 1)
         axes.imshow(_denormalised(images[i]).tolist())
         # parse_math off: a class name with two "$" in it is no formula.
-        axes.set_title(_readable(names[str(int(labels[i]))]), parse_math=False)
+        axes.set_title(readable(names[str(int(labels[i]))]), parse_math=False)
         axes.axis("off")
     figure.tight_layout()
     if path is None:
@@ -192,7 +205,7 @@ def _list_folder(folder: str) -> _Listing:
 
 
 def _list_root(root: str) -> _Listing:
-    shown = _readable(root)
+    shown = readable(root)
     if not os.path.exists(root):
         raise FileNotFoundError(
             f"the data folder {shown} does not exist: give --data-path a folder with one "
@@ -228,7 +241,7 @@ def _check_classes(root: str, classes: dict[str, _Listing]) -> None:
     for name, listing in classes.items():
         if listing.images:
             continue
-        problem = f"class {_readable(name)} has 0 images"
+        problem = f"class {readable(name)} has 0 images"
         if listing.folders:
             problem += f" but sub-folders ({_some(listing.folders, 3)}), which are not searched"
         if listing.dangling:
@@ -239,13 +252,13 @@ def _check_classes(root: str, classes: dict[str, _Listing]) -> None:
     if problems:
         more = f"; {len(problems) - 5} more classes are like that" if len(problems) > 5 else ""
         raise ValueError(
-            f"in the data folder {_readable(root)}: {'; '.join(problems[:5])}{more}. Images must "
+            f"in the data folder {readable(root)}: {'; '.join(problems[:5])}{more}. Images must "
             f"lie right in their class folder and end in {' '.join(IMAGE_ENDINGS)}; "
             "remove or fill such a folder, or point --data-path at the folder of the classes"
         )
     if len(classes) < 2:
         raise ValueError(
-            f"the data folder {_readable(root)} holds only one class ({_some(list(classes))}): "
+            f"the data folder {readable(root)} holds only one class ({_some(list(classes))}): "
             "a classifier needs at least two class folders"
         )
 
@@ -272,7 +285,7 @@ def _check_parts(root: str, classes: dict, val_rate: float, train: list, val: li
     needed = _images_for_one_in_validation(val_rate)
     remedy = f"a class needs {needed} images to send one to validation" if needed else "raise it"
     raise ValueError(
-        f"the data folder {_readable(root)} has {len(train[0]) + len(val[0])} images in "
+        f"the data folder {readable(root)} has {len(train[0]) + len(val[0])} images in "
         f"{len(classes)} classes, which gives {len(train[0])} for training and {len(val[0])} for "
         f"validation at a validation share of {val_rate}: {remedy}"
     )
@@ -290,7 +303,7 @@ def _images_for_one_in_validation(val_rate: float) -> int | None:
 def _warnings(top: _Listing, classes: dict[str, _Listing], val_rate: float) -> list[str]:
     lines = []
     for name, listing in classes.items():
-        label = f"class {_readable(name)}"
+        label = f"class {readable(name)}"
         if int(len(listing.images) * val_rate) == 0:
             lines.append(
                 f"{label} has {_count(len(listing.images), 'image')}, none of them goes to "
@@ -312,7 +325,7 @@ def _warnings(top: _Listing, classes: dict[str, _Listing], val_rate: float) -> l
 def _endings(other_endings: Counter[str]) -> str:
     """For example "2 .txt files, 1 file without an ending"."""
     return ", ".join(
-        _count(count, f"{_readable(ending)} file") if ending
+        _count(count, f"{readable(ending)} file") if ending
         else f"{_count(count, 'file')} without an ending"
         for ending, count in sorted(other_endings.items())
     )
@@ -324,19 +337,12 @@ def _count(number: int, noun: str) -> str:
 
 def _some(names: Sequence[str], limit: int = 10) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(_readable(name) for name in names[:limit]) + more
-
-
-def _readable(name: str) -> str:
-    """A name that is not valid UTF-8 holds lone surrogates: show them as escapes."""
-    return as_utf8(name).encode("utf-8", "backslashreplace").decode()
+    return ", ".join(readable(name) for name in names[:limit]) + more
 
 
 def _say(line: str) -> None:
-    """Print, with escapes for what the terminal's encoding lacks: a name must not end a run."""
-    encoding = sys.stdout.encoding or "utf-8"
-    with contextlib.suppress(OSError):  # nor must a reader that has gone, as of "| head"
-        print(line.encode(encoding, "backslashreplace").decode(encoding))
+    with contextlib.suppress(OSError):  # a reader that has gone, as of "| head", must not end a run
+        print(readable(line, sys.stdout))
 
 
 def _utf8_json(value: dict) -> bytes:
@@ -396,7 +402,7 @@ def write_error(path: Path, error: Exception, option: str = "--output-dir") -> O
             reason = "no space left on the device"
     # FileNotFoundError and so on: the class that Python has for the number.
     failure = type(OSError(number, reason))(
-        f"cannot write {_readable(str(path))}: {reason}. The older file, if any, is as it was; "
+        f"cannot write {readable(str(path))}: {reason}. The older file, if any, is as it was; "
         f"free space there or choose another {option}")
     failure.errno = number
     return failure

@@ -1,6 +1,7 @@
 """What all scripts share: CPUs to use, files that are written whole, commands with a time limit."""
 
 import errno
+import io
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 from leftovers import LINUX, no_processes_with
 
 import utils
-from utils import TIMED_OUT, allowed_cpus, run_limited, written_whole
+from utils import TIMED_OUT, allowed_cpus, readable, run_limited, written_whole
 
 # ---- CPUs ------------------------------------------------------------------------------------
 
@@ -56,6 +57,28 @@ def test_without_affinity_and_groups_all_cpus_count(monkeypatch, tmp_path):
     for there, expected in ((5, 5), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda there=there: there)
         assert allowed_cpus() == expected
+
+
+# ---- names -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, encoding, shown", [
+    ("plain name.jpg", "ascii", "plain name.jpg"),
+    ("line\nbreak\x1b[31m", "utf-8", r"line\nbreak\x1b[31m"),
+    ("\u90c1 \xe9", "utf-8", "\u90c1 \xe9"),
+    ("\u90c1 \xe9", "ascii", r"\u90c1 \xe9"),
+    ("\u90c1 \xe9", "latin-1", "\\u90c1 \xe9"),
+    ("caf\udce9.jpg", "utf-8", r"caf\udce9.jpg")])
+def test_names_can_be_shown_whatever_is_in_them(name, encoding, shown):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    assert readable(name, stream) == shown
+    assert readable(readable(name, stream), stream) == shown  # of a line with names in it
+    stream.write(readable(name, stream))
+
+
+def test_without_a_stream_only_what_no_stream_can_say_is_escaped():
+    assert readable("\u90c1\n\udce9") == "\u90c1\\n\\udce9"
+    assert readable("\u90c1", io.StringIO()) == "\u90c1"  # a stream that has no encoding
 
 
 # ---- files -----------------------------------------------------------------------------------
