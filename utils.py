@@ -1,7 +1,7 @@
 """What stands before training: the folder of classes, its split, and a look at a batch.
 
-And at the end what all scripts share: files that are written whole, the CPUs to use, commands with
-a time limit. Needs nothing but the standard library.
+And at the end what all scripts share: files and folders that are written whole, the CPUs to use,
+commands with a time limit. Needs nothing but the standard library.
 """
 
 from __future__ import annotations  # so that check_setup.py can tell an old Python that it is old
@@ -406,6 +406,43 @@ def write_error(path: Path, error: Exception, option: str = "--output-dir") -> O
         f"free space there or choose another {option}")
     failure.errno = number
     return failure
+
+
+def wrong_counts(folder: Path, expected: Mapping[str, int]) -> str:
+    """What differs between the folder's classes and {class: number of images}; "" if nothing."""
+    if not folder.is_dir():
+        return f"no folder {folder.name}"
+    found = {}
+    for name in {*expected, *(entry.name for entry in folder.iterdir() if entry.is_dir())}:
+        if not name.startswith("."):
+            found[name] = sum(1 for path in (folder / name).glob("[!.]*")
+                              if path.suffix.lower() in (".jpg", ".jpeg"))
+    return ", ".join(f"{name} has {found[name]} images in place of {expected.get(name, 0)}"
+                     for name in sorted(found) if found[name] != expected.get(name, 0))
+
+
+def refuse_unless(output: Path, problem: str) -> None:
+    """Raise ValueError where `output`, which exists, has a problem."""
+    if problem:
+        raise ValueError(f"{output} exists and is something else ({problem}). Move it away or "
+                         "choose another place with --output")
+
+
+def check_parent(output: Path) -> None:
+    """Raise FileNotFoundError where there is no folder for `output` to lie in."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent}: no such folder, so {output} cannot be made")
+
+
+@contextlib.contextmanager
+def staging_folder(output: Path) -> Iterator[Path]:
+    """A private folder beside `output`, to be filled and renamed from; gone at the end.
+
+    Beside it, because a rename is atomic only within one file system.
+    """
+    check_parent(output)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}_", dir=output.parent) as folder:
+        yield Path(folder)
 
 
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import prepare_data
+import sample_photos
 from prepare_data import download_flowers, download_weights, draw_sample_set, main
 from utils import read_split_data
 
@@ -340,9 +341,10 @@ def test_an_existing_sample_set_is_kept(tmp_path, capsys):
 
 def test_a_failure_while_drawing_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
     def fail(*_):
+        assert any(tmp_path.iterdir())  # it is in the middle of it
         raise OSError(errno.EIO, "Input/output error", "picture")
 
-    monkeypatch.setattr(prepare_data, "as_jpeg", fail)
+    monkeypatch.setattr(sample_photos, "as_jpeg", fail)
     assert main(["sample", "--output", str(tmp_path / "set")]) == 1
     assert "Input/output error" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
