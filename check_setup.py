@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -31,9 +31,9 @@ from utils import TIMED_OUT, allowed_cpus, readable, run_limited
 try:
     import torch
     import torch.distributed as dist
-    TORCH_ERROR = None
+    TORCH_ERROR: Exception | None = None
 except Exception as error:  # a broken installation is what this script is there to explain
-    torch, TORCH_ERROR = None, error
+    torch, TORCH_ERROR = None, error  # type: ignore[assignment]
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 OLDEST_PYTHON = (3, 10)
@@ -41,6 +41,7 @@ TRY_SECONDS = 60.0  # what a launcher may take to start two processes and let th
 PORTS = {29500: "torchrun and torch.distributed.launch", 12355: "the spawn script"}
 # Bytes that the all-reduce is timed with: large enough for the link, not the start-up, to count.
 MESSAGE = {"gloo": 2**24, "nccl": 2**28}
+ROUNDS = 5  # all-reduces that are timed, after one to warm up
 SLOW_LINK = 5.0  # GB/s; below, GPUs are slower together than the oldest PCIe slot would allow
 
 # Environment variables that surprise: a pattern, and what such a variable does.
@@ -410,29 +411,29 @@ def worker(backend: str, seconds: float) -> None:
             "bus_GBps": rate * 2 * (world_size - 1) / world_size}), flush=True)
 
 
-def time_all_reduce(values, rounds=5):
-    """Seconds of one all-reduce of a tensor, the mean over some rounds after one to warm up."""
-    for round_number in range(rounds + 1):
-        if round_number == 1:
+def time_all_reduce(values: torch.Tensor) -> float:
+    """Seconds of one all-reduce of a tensor, the mean over ROUNDS."""
+    for number in range(ROUNDS + 1):
+        if number == 1:
             synchronize(values)
             began = time.perf_counter()
         dist.all_reduce(values)
     synchronize(values)
-    return (time.perf_counter() - began) / rounds
+    return (time.perf_counter() - began) / ROUNDS
 
 
-def synchronize(values):
+def synchronize(values: torch.Tensor) -> None:
     """Wait until the device has done its work; CPU collectives return when they are done."""
     if values.is_cuda:
         torch.cuda.synchronize(values.device)
 
 
-def spawned_worker(rank, world_size, backend, seconds):
+def spawned_worker(rank: int, world_size: int, backend: str, seconds: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     guarded_worker(backend, seconds)
 
 
-def guarded_worker(backend, seconds):
+def guarded_worker(backend: str, seconds: float) -> None:
     """The worker, ending when its launcher ends: a killed check leaves nobody behind."""
     from multi_train_utils.safety.ending import watch_parent
     watch_parent()
@@ -506,7 +507,8 @@ def brief(error: BaseException) -> str:
 
 # ---- the command -----------------------------------------------------------------------------
 
-CHECKS = (check_python, check_torch, check_torchvision, check_gpus, check_gpu_use, check_links,
+CHECKS: tuple[Callable[[], Result | None], ...] = (
+    check_python, check_torch, check_torchvision, check_gpus, check_gpu_use, check_links,
           check_peer_access, check_cpus, check_ports, check_host_name, check_shared_memory,
           check_temporary_folder, check_environment)
 
@@ -519,8 +521,9 @@ def all_results(seconds: float) -> Iterator[Result]:
         except Exception as error:  # one check that stumbles must not hide what the others find
             result = Result(WARN, check.__name__.removeprefix("check_"),
                             f"could not be checked ({brief(error)})")
-        if result is not None:
-            yield result
+        if result is None:
+            continue
+        yield result
         if check is check_torch and result.status == FAIL:
             return  # without torch the rest has no meaning
     yield from check_launchers(seconds)
@@ -533,7 +536,7 @@ def show(result: Result) -> None:
     print("\n".join(readable(line, sys.stdout) for line in lines), flush=True)
 
 
-def parse_args(argv=None):
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's options as a namespace; exit status 2 for wrong usage."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -550,13 +553,14 @@ def parse_args(argv=None):
     return args
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit status."""
     args = parse_args(argv)
     if args.worker and args.spawn:
         return spawn_workers(args.spawn, args.worker, args.timeout)
     if args.worker:
-        return guarded_worker(args.worker, args.timeout)
+        guarded_worker(args.worker, args.timeout)
+        return 0
     # As an exception, so that a launcher under test is ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = []

@@ -14,14 +14,16 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from utils import TIMED_OUT, run_limited, written_whole
 
 ROOT = Path(__file__).resolve().parent
 
 
-def launcher(count, single, launch):
+def launcher(count: int, single: str | Path, launch: str | Path) -> list[Any]:
     """The words that start ``count`` processes: python, or torchrun where there are several."""
     if count == 1:
         return [sys.executable, single]
@@ -29,26 +31,26 @@ def launcher(count, single, launch):
             f"--nproc_per_node={count}", launch]
 
 
-def training_command(count, options, syncBN=True):
+def training_command(count: int, options: Iterable[Any], syncBN: bool = True) -> list[Any]:
     """The command that trains on ``count`` processes; the single script knows no --no-syncBN."""
     words = launcher(count, ROOT / "train_single_gpu.py", ROOT / "train_multi_gpu_using_launch.py")
     return [*words, *options, *(["--no-syncBN"] if count > 1 and not syncBN else [])]
 
 
-def read_epochs(folder):
+def read_epochs(folder: str | Path) -> list[dict[str, Any]]:
     """The records of a run, one dict per epoch (metrics.jsonl), from its output folder."""
     files = list(Path(folder).glob("runs/*/metrics.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def summary(count, epochs):
+def summary(count: int, epochs: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of one run: the first epoch is left out, since it warms up caches."""
     seconds = statistics.median(epoch["seconds"] for epoch in epochs[1:])
     images = statistics.median(epoch["images_per_second"] for epoch in epochs[1:])
     return {"processes": count, "seconds_per_epoch": seconds, "images_per_second": images}
 
 
-def compare(results):
+def compare(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add speed_up and efficiency, by seconds per epoch against the smallest count."""
     base = results[0]
     for result in results:
@@ -57,7 +59,7 @@ def compare(results):
     return results
 
 
-def table(results):
+def table(results: list[dict[str, Any]]) -> str:
     """The results as a markdown table."""
     lines = ["| processes | seconds/epoch | images/s | speed-up | efficiency |",
              "| ---: | ---: | ---: | ---: | ---: |"]
@@ -66,13 +68,13 @@ def table(results):
     return "\n".join(lines)
 
 
-def counts_up_to(gpus):
+def counts_up_to(gpus: int) -> list[int]:
     """1, 2, 4 ... and ``gpus`` itself."""
     powers = [2 ** n for n in range(gpus.bit_length()) if 2 ** n < gpus]
     return [*powers, gpus]
 
 
-def parse_counts(text):
+def parse_counts(text: str) -> list[int]:
     """Numbers of processes from "1,2,4", in rising order."""
     try:
         counts = sorted({int(word) for word in text.split(",")})
@@ -83,7 +85,7 @@ def parse_counts(text):
     return counts
 
 
-def read_options(argv=None):
+def read_options(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """(our options, the words that go to the training scripts)."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,7 +111,7 @@ def read_options(argv=None):
     return options, others
 
 
-def default_counts(parser, device):
+def default_counts(parser: argparse.ArgumentParser, device: str) -> list[int]:
     if device == "cpu":
         parser.error("--device cpu needs --devices, for example --devices 1,2")
     import torch  # slow to import, and only needed here
@@ -120,7 +122,7 @@ def default_counts(parser, device):
     return counts_up_to(gpus)
 
 
-def measure(count, options, others):
+def measure(count: int, options: argparse.Namespace, others: list[str]) -> dict[str, Any]:
     """Train on ``count`` processes; returns its summary. Exits with its last lines if it fails."""
     with tempfile.TemporaryDirectory(prefix="measure_scaling_") as folder:
         words = training_command(count, [
@@ -136,11 +138,11 @@ def measure(count, options, others):
     return summary(count, epochs) | {"wall_seconds": wall}
 
 
-def processes(count):
+def processes(count: int) -> str:
     return f"{count} process{'es' if count > 1 else ''}"
 
 
-def main():
+def main() -> None:
     options, others = read_options()
     results = []
     for count in options.devices:
@@ -157,7 +159,7 @@ def main():
             sys.exit(f"error: {error}")
 
 
-def write_json(path, text):
+def write_json(path: Path, text: str) -> None:
     """Write the figures; a pipe or device, such as /dev/stdout, is written to, not replaced."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -23,7 +23,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 from sample_photos import FEWEST_IMAGES, draw_sample_set
 from sample_photos import draw_picture as draw_picture  # to be had here, too
@@ -41,7 +43,8 @@ SIZE_LIMIT = 2**31  # bytes, nine times the flower photos: a wrong address must 
 
 # ---- download: the flower photos -------------------------------------------------------------
 
-def download_flowers(output, url=FLOWERS_URL, expected=None):
+def download_flowers(output: str | os.PathLike, url: str = FLOWERS_URL,
+                     expected: Mapping[str, int] | None = None) -> None:
     """Download the flower photos, unpack them and check that each class is complete.
 
     The set: 3,670 JPEGs in five folders, published by the TensorFlow team. The photos are under
@@ -75,7 +78,7 @@ def download_flowers(output, url=FLOWERS_URL, expected=None):
     print(f"{output}: {sum(expected.values())} images in {len(expected)} classes")
 
 
-def unpack(archive, folder, url):
+def unpack(archive: Path, folder: Path, url: str) -> None:
     """Unpack a .tgz into `folder`. Trusts nothing in it: only plain files and folders inside.
 
     Raises ValueError, naming `url`, for a damaged archive or an entry that could reach outside.
@@ -106,7 +109,7 @@ def unpack(archive, folder, url):
 
 # ---- weights: ResNet-34 trained on ImageNet --------------------------------------------------
 
-def download_weights(output, url=WEIGHTS_URL):
+def download_weights(output: str | os.PathLike, url: str = WEIGHTS_URL) -> None:
     """Download torchvision's ImageNet weights of ResNet-34 (ResNet34_Weights.IMAGENET1K_V1).
 
     The file is kept as it was downloaded, after check_weights has found it good.
@@ -130,7 +133,7 @@ def download_weights(output, url=WEIGHTS_URL):
     print(f"{output}: weights of ResNet-34, 1000 classes")
 
 
-def check_weights(path, url):
+def check_weights(path: Path, url: str) -> str:
     """What is wrong with a file of ResNet-34 weights; "" if nothing.
 
     Where the address carries the start of the file's sha256 (`name-b627a593.pth`), that has to
@@ -165,7 +168,7 @@ def check_weights(path, url):
     return ""
 
 
-def sha256(path):
+def sha256(path: Path) -> str:
     """The file's sha256 as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -176,7 +179,7 @@ def sha256(path):
 
 # ---- shared by both downloads ----------------------------------------------------------------
 
-def save_url(url, path):
+def save_url(url: str, path: Path) -> None:
     """Download `url` to the new file `path`, with a progress bar where a person watches.
 
     Raises OSError, naming the address, for a failed, silent, truncated or endless download.
@@ -209,7 +212,7 @@ def save_url(url, path):
 
 
 @contextlib.contextmanager
-def network_errors(url):
+def network_errors(url: str) -> Iterator[None]:
     """Turns whatever a connection can raise into an OSError with the address and a remedy."""
     try:
         yield
@@ -226,13 +229,14 @@ def network_errors(url):
 
 # ---- the command line ------------------------------------------------------------------------
 
-def parse_args(argv=None):
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's options as a namespace with `action`, a function of it."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="{download,weights,sample}")
 
-    def add(name, text, output, action):
+    def add(name: str, text: str, output: str,
+            action: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False,
                                       formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.add_argument("--output", type=Path, default=Path(output),
@@ -255,9 +259,9 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def at_least(low):
+def at_least(low: int) -> Callable[[str], int]:
     """An argparse type: an integer that is not below `low`."""
-    def integer(text):
+    def integer(text: str) -> int:
         value = int(text)
         if value < low:
             raise argparse.ArgumentTypeError(f"{value} is below {low}")
@@ -265,7 +269,7 @@ def at_least(low):
     return integer
 
 
-def address(text):
+def address(text: str) -> str:
     """An argparse type: an address that can be downloaded from."""
     if not re.match("(https?|file)://", text):
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with http://, https:// or "
@@ -274,12 +278,12 @@ def address(text):
 
 
 @contextlib.contextmanager
-def unwinding_signals():
+def unwinding_signals() -> Iterator[None]:
     """SIGINT and SIGTERM end the program by an exception, so that temporary folders go.
 
     Exit status 130 or 143. A second signal is ignored: removing a folder takes moments.
     """
-    def stop(signum, _frame):
+    def stop(signum: int, _frame: object) -> NoReturn:
         for other in old:
             signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + signum)
@@ -294,17 +298,18 @@ def unwinding_signals():
             signal.signal(signum, handler)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit status, 0 done or 1 failed."""
     args = parse_args(argv)
     try:
         with unwinding_signals():
             args.action(args)
     except (ValueError, OSError) as error:
+        text = str(error)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            error = (f"{args.output}: no space left on the disk. Free some, or choose another "
-                     "place with --output")
-        print(f"error: {error}", file=sys.stderr)
+            text = (f"{args.output}: no space left on the disk. Free some, or choose another "
+                    "place with --output")
+        print(f"error: {text}", file=sys.stderr)
         return 1
     return 0
 

@@ -23,7 +23,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -269,7 +272,8 @@ def _split(
     # Its own generator leaves the caller's random state alone, and one for all classes in
     # order of their names is what the published split was drawn with.
     generator = random.Random(0)
-    train, val = [[], []], [[], []]
+    train: list[list] = [[], []]
+    val: list[list] = [[], []]
     for label, (name, listing) in enumerate(classes.items()):
         drawn = set(generator.sample(listing.images, int(len(listing.images) * val_rate)))
         for image in listing.images:
@@ -353,7 +357,7 @@ def _utf8_json(value: dict) -> bytes:
     return text.encode("utf-8")
 
 
-def _denormalised(image):
+def _denormalised(image: Tensor) -> Tensor:
     """Float `3 x H x W`, normalised with ImageNet's figures, to `H x W x 3` in 0..1."""
     mean = image.new_tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
     std = image.new_tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
