@@ -25,7 +25,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sample_photos import FEWEST_IMAGES, draw_sample_set
 from sample_photos import draw_picture as draw_picture  # to be had here, too
@@ -83,6 +83,10 @@ def unpack(archive: Path, folder: Path, url: str) -> None:
 
     Raises ValueError, naming `url`, for a damaged archive or an entry that could reach outside.
     """
+    # Either way none of the archive's owners and rights; the first releases of Python 3.10 and 3.11
+    # know no filters.
+    care: dict[str, Any] = ({"filter": "data"} if hasattr(tarfile, "data_filter") else
+                            {"set_attrs": False})
     size = 0
     try:
         with gzip.open(archive) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
@@ -97,7 +101,7 @@ def unpack(archive: Path, folder: Path, url: str) -> None:
                 if size > SIZE_LIMIT:
                     raise ValueError(f"{url}: refused, because it unpacks to more than "
                                      f"{SIZE_LIMIT / 2**30:g} GiB")
-                tar.extract(member, folder, filter="data")
+                tar.extract(member, folder, **care)
             # The checksum stands at the very end, where tarfile does not look.
             while stream.read(BLOCK):
                 pass

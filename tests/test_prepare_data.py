@@ -180,6 +180,19 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(server, tmp_path, monkey
     assert not any(tmp_path.iterdir())
 
 
+def test_a_python_without_filters_unpacks_all_the_same(server, tmp_path, monkeypatch):
+    given, extract = [], tarfile.TarFile.extract
+
+    def older(self, member, path="", set_attrs=True):
+        given.append(set_attrs)
+        extract(self, member, path, filter="data")
+
+    monkeypatch.setattr(tarfile.TarFile, "extract", older)
+    monkeypatch.delattr(tarfile, "data_filter")
+    download_flowers(tmp_path / "photos", server.offer(WHOLE), COUNTS)
+    assert len(tree(tmp_path / "photos")) == len(GOOD) == len(given) and not any(given)
+
+
 def test_errors_of_server_and_network_name_the_address(server, tmp_path, capsys, monkeypatch):
     missing = f"http://127.0.0.1:{server.server_port}/missing.tgz"
     assert main(["download", "--output", str(tmp_path / "photos"), "--url", missing]) == 1
