@@ -14,7 +14,7 @@ help:
 	@echo "make train DATA=folder  train on your own photos, one sub-folder per class"
 	@echo "make test               the tests that take minutes"
 	@echo "make test-all           all tests, the slow ones too"
-	@echo "make lint               check the style"
+	@echo "make lint               check the style and the types"
 	@echo "make clean              remove what these commands made; your own results stay"
 	@echo
 	@echo 'ARGS="..." goes to the training script or to pytest: make train ARGS="--epochs 20"'
@@ -31,9 +31,10 @@ test-all: $(READY_DEV)
 
 lint: $(READY_DEV)
 	$(BIN)/ruff check . $(ARGS)
+	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) sample_photos sample_run .pytest_cache .ruff_cache
+	rm -rf $(VENV) sample_photos sample_run .pytest_cache .ruff_cache .mypy_cache
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -r {} +
 
 $(READY): requirements.txt

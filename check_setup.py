@@ -10,7 +10,6 @@ it. Exit status: 0 nothing FAILs, 1 something does, 2 wrong usage.
 from __future__ import annotations  # so that a Python too old for the rest can say so
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -23,16 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+
+from utils import TIMED_OUT, allowed_cpus, readable, run_limited
 
 try:
     import torch
     import torch.distributed as dist
-    TORCH_ERROR = None
+    TORCH_ERROR: Exception | None = None
 except Exception as error:  # a broken installation is what this script is there to explain
-    torch, TORCH_ERROR = None, error
+    torch, TORCH_ERROR = None, error  # type: ignore[assignment]
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 OLDEST_PYTHON = (3, 10)
@@ -40,6 +41,7 @@ TRY_SECONDS = 60.0  # what a launcher may take to start two processes and let th
 PORTS = {29500: "torchrun and torch.distributed.launch", 12355: "the spawn script"}
 # Bytes that the all-reduce is timed with: large enough for the link, not the start-up, to count.
 MESSAGE = {"gloo": 2**24, "nccl": 2**28}
+ROUNDS = 5  # all-reduces that are timed, after one to warm up
 SLOW_LINK = 5.0  # GB/s; below, GPUs are slower together than the oldest PCIe slot would allow
 
 # Environment variables that surprise: a pattern, and what such a variable does.
@@ -325,14 +327,12 @@ def check_launchers(seconds: float) -> Iterator[Result]:
 
 def try_launcher(name: str, command: Sequence[str], count: int, seconds: float) -> Result:
     """Start `count` workers by a launcher's command; they must find each other and add up."""
-    began = time.monotonic()
-    status, output = run_limited(command, seconds)
-    took = time.monotonic() - began
+    status, output, took = run_limited(command, seconds)
     report = find_report(output)
     if status == 0 and report is not None:
         return Result(OK, name, f"{count} processes found each other, {took:.0f} s", "", report)
     words = last_words(output)
-    if status is None:
+    if status == TIMED_OUT:
         text = f"not done after {seconds:g} s"
         remedy = ("the processes do not reach each other, or the machine is overloaded (--timeout "
                   "gives more time)")
@@ -357,37 +357,6 @@ def bandwidth_result(backend: str, reports: Sequence[dict]) -> Result:
         return Result(WARN, f"all-reduce, {backend}", text, "slow for GPUs: see links and peer "
                       "access above, and NCCL_DEBUG=INFO for the way that NCCL takes", best)
     return Result(OK, f"all-reduce, {backend}", text, "", best)
-
-
-def run_limited(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """(exit status, output) of a command; the status is None where it ran past the limit.
-
-    At the limit its process group is asked to end, so that a launcher ends its workers, and killed
-    five seconds later. Workers whose launcher was killed notice that themselves.
-    """
-    # A file, not a pipe: a left-over grandchild would hold a pipe open, and this check with it.
-    with tempfile.TemporaryFile() as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT,
-                                   stdin=subprocess.DEVNULL, start_new_session=True)
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end_group(process)
-        file.seek(0)
-        return status, file.read().decode("utf-8", "replace")
-
-
-def end_group(process: subprocess.Popen, patience: float = 5.0) -> None:
-    """End a process started with a session of its own, and what it started there."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signum)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
 
 
 def find_report(output: str) -> dict | None:
@@ -442,29 +411,29 @@ def worker(backend: str, seconds: float) -> None:
             "bus_GBps": rate * 2 * (world_size - 1) / world_size}), flush=True)
 
 
-def time_all_reduce(values, rounds=5):
-    """Seconds of one all-reduce of a tensor, the mean over some rounds after one to warm up."""
-    for round_number in range(rounds + 1):
-        if round_number == 1:
+def time_all_reduce(values: torch.Tensor) -> float:
+    """Seconds of one all-reduce of a tensor, the mean over ROUNDS."""
+    for number in range(ROUNDS + 1):
+        if number == 1:
             synchronize(values)
             began = time.perf_counter()
         dist.all_reduce(values)
     synchronize(values)
-    return (time.perf_counter() - began) / rounds
+    return (time.perf_counter() - began) / ROUNDS
 
 
-def synchronize(values):
+def synchronize(values: torch.Tensor) -> None:
     """Wait until the device has done its work; CPU collectives return when they are done."""
     if values.is_cuda:
         torch.cuda.synchronize(values.device)
 
 
-def spawned_worker(rank, world_size, backend, seconds):
+def spawned_worker(rank: int, world_size: int, backend: str, seconds: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     guarded_worker(backend, seconds)
 
 
-def guarded_worker(backend, seconds):
+def guarded_worker(backend: str, seconds: float) -> None:
     """The worker, ending when its launcher ends: a killed check leaves nobody behind."""
     from multi_train_utils.safety.ending import watch_parent
     watch_parent()
@@ -512,16 +481,6 @@ def nvidia_smi(*arguments: str) -> list[str] | None:
     return done.stdout.splitlines() if done.returncode == 0 else None
 
 
-def allowed_cpus() -> int:
-    """CPUs that this process may use: affinity, and a container's quota."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
-        quota, period = file.read().split()
-        if quota != "max":
-            cpus = min(cpus, max(1, int(quota) // int(period)))
-    return cpus
-
-
 def is_free(port: int) -> bool:
     with socket.socket() as probe:
         # As torch's own store does: a connection that has just ended does not block the port.
@@ -548,7 +507,8 @@ def brief(error: BaseException) -> str:
 
 # ---- the command -----------------------------------------------------------------------------
 
-CHECKS = (check_python, check_torch, check_torchvision, check_gpus, check_gpu_use, check_links,
+CHECKS: tuple[Callable[[], Result | None], ...] = (
+    check_python, check_torch, check_torchvision, check_gpus, check_gpu_use, check_links,
           check_peer_access, check_cpus, check_ports, check_host_name, check_shared_memory,
           check_temporary_folder, check_environment)
 
@@ -561,8 +521,9 @@ def all_results(seconds: float) -> Iterator[Result]:
         except Exception as error:  # one check that stumbles must not hide what the others find
             result = Result(WARN, check.__name__.removeprefix("check_"),
                             f"could not be checked ({brief(error)})")
-        if result is not None:
-            yield result
+        if result is None:
+            continue
+        yield result
         if check is check_torch and result.status == FAIL:
             return  # without torch the rest has no meaning
     yield from check_launchers(seconds)
@@ -570,14 +531,12 @@ def all_results(seconds: float) -> Iterator[Result]:
 
 def show(result: Result) -> None:
     """A line for the answer, and one for what to do about it."""
-    text = f"{result.status:<4}  {result.name}: {result.text}"
-    if result.remedy:
-        text += f"\n      -> {result.remedy}"
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    lines = [f"{result.status:<4}  {result.name}: {result.text}"]
+    lines += [f"      -> {result.remedy}"] if result.remedy else []
+    print("\n".join(readable(line, sys.stdout) for line in lines), flush=True)
 
 
-def parse_args(argv=None):
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's options as a namespace; exit status 2 for wrong usage."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -594,13 +553,14 @@ def parse_args(argv=None):
     return args
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit status."""
     args = parse_args(argv)
     if args.worker and args.spawn:
         return spawn_workers(args.spawn, args.worker, args.timeout)
     if args.worker:
-        return guarded_worker(args.worker, args.timeout)
+        guarded_worker(args.worker, args.timeout)
+        return 0
     # As an exception, so that a launcher under test is ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = []

@@ -10,60 +10,20 @@ the training scripts. Exit status: 0 done, 1 a run failed, 2 wrong usage.
 """
 
 import argparse
-import contextlib
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+from utils import TIMED_OUT, run_limited, written_whole
 
 ROOT = Path(__file__).resolve().parent
-PATIENCE = 15.0  # seconds between the request to stop and the end
 
 
-def run_limited(words, seconds, folder=None):
-    """Run a command for at most ``seconds``.
-
-    Args:
-        words: program and arguments.
-        seconds: time limit; the command and its processes are ended after that.
-        folder: where to run it (default: here).
-
-    Returns:
-        (exit status, output, wall time in seconds); the status is 124 after the limit.
-    """
-    with tempfile.TemporaryFile() as output:
-        start = time.perf_counter()
-        # A session of its own, so that whatever the command starts can be ended with it.
-        process = subprocess.Popen([str(word) for word in words], stdout=output,
-                                   stderr=subprocess.STDOUT, cwd=folder, start_new_session=True)
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = 124
-        finally:
-            end_session(process)
-        wall = time.perf_counter() - start
-        output.seek(0)
-        return status, output.read().decode(errors="replace"), wall
-
-
-def end_session(process):
-    """End what is left of a command and of the processes in its session."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)  # a launcher passes it on to its processes
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def launcher(count, single, launch):
+def launcher(count: int, single: str | Path, launch: str | Path) -> list[Any]:
     """The words that start ``count`` processes: python, or torchrun where there are several."""
     if count == 1:
         return [sys.executable, single]
@@ -71,26 +31,26 @@ def launcher(count, single, launch):
             f"--nproc_per_node={count}", launch]
 
 
-def training_command(count, options, syncBN=True):
+def training_command(count: int, options: Iterable[Any], syncBN: bool = True) -> list[Any]:
     """The command that trains on ``count`` processes; the single script knows no --no-syncBN."""
     words = launcher(count, ROOT / "train_single_gpu.py", ROOT / "train_multi_gpu_using_launch.py")
     return [*words, *options, *(["--no-syncBN"] if count > 1 and not syncBN else [])]
 
 
-def read_epochs(folder):
+def read_epochs(folder: str | Path) -> list[dict[str, Any]]:
     """The records of a run, one dict per epoch (metrics.jsonl), from its output folder."""
     files = list(Path(folder).glob("runs/*/metrics.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def summary(count, epochs):
+def summary(count: int, epochs: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of one run: the first epoch is left out, since it warms up caches."""
     seconds = statistics.median(epoch["seconds"] for epoch in epochs[1:])
     images = statistics.median(epoch["images_per_second"] for epoch in epochs[1:])
     return {"processes": count, "seconds_per_epoch": seconds, "images_per_second": images}
 
 
-def compare(results):
+def compare(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add speed_up and efficiency, by seconds per epoch against the smallest count."""
     base = results[0]
     for result in results:
@@ -99,7 +59,7 @@ def compare(results):
     return results
 
 
-def table(results):
+def table(results: list[dict[str, Any]]) -> str:
     """The results as a markdown table."""
     lines = ["| processes | seconds/epoch | images/s | speed-up | efficiency |",
              "| ---: | ---: | ---: | ---: | ---: |"]
@@ -108,13 +68,13 @@ def table(results):
     return "\n".join(lines)
 
 
-def counts_up_to(gpus):
+def counts_up_to(gpus: int) -> list[int]:
     """1, 2, 4 ... and ``gpus`` itself."""
     powers = [2 ** n for n in range(gpus.bit_length()) if 2 ** n < gpus]
     return [*powers, gpus]
 
 
-def parse_counts(text):
+def parse_counts(text: str) -> list[int]:
     """Numbers of processes from "1,2,4", in rising order."""
     try:
         counts = sorted({int(word) for word in text.split(",")})
@@ -125,7 +85,7 @@ def parse_counts(text):
     return counts
 
 
-def read_options(argv=None):
+def read_options(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """(our options, the words that go to the training scripts)."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -151,7 +111,7 @@ def read_options(argv=None):
     return options, others
 
 
-def default_counts(parser, device):
+def default_counts(parser: argparse.ArgumentParser, device: str) -> list[int]:
     if device == "cpu":
         parser.error("--device cpu needs --devices, for example --devices 1,2")
     import torch  # slow to import, and only needed here
@@ -162,7 +122,7 @@ def default_counts(parser, device):
     return counts_up_to(gpus)
 
 
-def measure(count, options, others):
+def measure(count: int, options: argparse.Namespace, others: list[str]) -> dict[str, Any]:
     """Train on ``count`` processes; returns its summary. Exits with its last lines if it fails."""
     with tempfile.TemporaryDirectory(prefix="measure_scaling_") as folder:
         words = training_command(count, [
@@ -172,17 +132,17 @@ def measure(count, options, others):
         status, output, wall = run_limited(words, options.limit)
         epochs = read_epochs(folder)
     if status or len(epochs) < 2:
-        why = f"not done in {options.limit:g} s" if status == 124 else f"exit status {status}"
+        why = f"not done in {options.limit:g} s" if status == TIMED_OUT else f"exit status {status}"
         last = "\n".join(f"    {line}" for line in output.splitlines()[-12:])
         sys.exit(f"error: the run on {processes(count)} failed ({why}). Its last lines:\n{last}")
     return summary(count, epochs) | {"wall_seconds": wall}
 
 
-def processes(count):
+def processes(count: int) -> str:
     return f"{count} process{'es' if count > 1 else ''}"
 
 
-def main():
+def main() -> None:
     options, others = read_options()
     results = []
     for count in options.devices:
@@ -193,7 +153,19 @@ def main():
         settings = {name: getattr(options, name) for name in
                     ("epochs", "batch_size", "amp", "syncBN", "device")}
         text = json.dumps({"settings": settings | {"others": others}, "runs": results}, indent=2)
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        try:
+            write_json(Path(options.json), text + "\n")
+        except OSError as error:
+            sys.exit(f"error: {error}")
+
+
+def write_json(path: Path, text: str) -> None:
+    """Write the figures; a pipe or device, such as /dev/stdout, is written to, not replaced."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    with written_whole(path, "--json") as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from PIL import ExifTags, Image, ImageCms, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from utils import readable
+
 # Load all of Pillow's format plugins now: later, the first threads would race to do it.
 Image.init()
 
@@ -73,8 +75,7 @@ class ImageError(ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        # A file name that is not valid UTF-8 holds lone surrogates, which no stream can print.
-        return f"{self.path}{self._JOINT}{self.reason}".encode("utf-8", "backslashreplace").decode()
+        return readable(f"{self.path}{self._JOINT}{self.reason}")
 
 
 def open_image(
@@ -258,7 +259,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """A new RGB image from a loaded image of any mode, by way of as few copies as possible."""
     if image.mode == "LAB":
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-        return ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
+        converted = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
+        assert converted is not None  # that is so where the image itself is changed
+        return converted
     if image.mode == "F" or image.mode.startswith("I"):
         return _deep_grey_to_rgb(image)
     if not image.has_transparency_data:
@@ -281,7 +284,7 @@ def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
         return _stretched(image, ranges=(1, 255, 65535))
     # From 16 bits in either byte order.
     deep = image if image.mode == "I" else image.convert("I")
-    low, high = deep.getextrema()
+    low, high = _extrema(deep)
     if low < 0 or high > 65535:
         return _stretched(deep, ranges=())
     grey = deep.point(_FROM_16_BIT, "L")
@@ -293,8 +296,15 @@ def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
     return grey.convert("RGB")
 
 
-def _stretched(image: Image.Image, ranges: Sequence[int]) -> Image.Image:
+def _extrema(image: Image.Image) -> tuple[float, float]:
+    """Smallest and largest value of an image that has one band."""
     low, high = image.getextrema()
+    assert not isinstance(low, tuple) and not isinstance(high, tuple)
+    return low, high
+
+
+def _stretched(image: Image.Image, ranges: Sequence[int]) -> Image.Image:
+    low, high = _extrema(image)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("its grey values are not finite")
     for top in ranges:

@@ -8,17 +8,26 @@ Writes training_time.png and accuracy.png, and for the published figures syncbn.
 current folder. It needs no display unless --show is given.
 """
 
+from __future__ import annotations  # matplotlib takes a second to import, and may have to wait
+
 import argparse
-import contextlib
-import io
 import json
 import math
 import os
-import secrets
 import statistics
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from utils import readable, written_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # {label: (epochs, accuracies)}
 
 # The example figures published with the original teaching collection, which this one rebuilds:
 # ResNet-34 from scratch on flower_photos, 30 epochs. Not measured with this code.
@@ -44,7 +53,7 @@ PUBLISHED_NOTE = "Example figures of the original collection, not measured with 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINE_STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.figsize": (8, 5), "figure.dpi": 100, "savefig.dpi": 160,
     "font.size": 12, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.titlepad": 26, "axes.spines.top": False, "axes.spines.right": False,
@@ -62,18 +71,18 @@ class Run:
     name: str
     world_size: int
     unit: str  # what there were `world_size` of: "GPU" or "process"
-    epochs: list
-    seconds: list
-    accuracy: list
+    epochs: list[float]
+    seconds: list[float]
+    accuracy: list[float]
 
     @property
-    def size(self):
+    def size(self) -> str:
         """Such as "1 GPU" or "2 processes"."""
         plural = "" if self.world_size == 1 else "es" if self.unit == "process" else "s"
         return f"{self.world_size} {self.unit}{plural}"
 
 
-def read_run(folder):
+def read_run(folder: str | os.PathLike) -> Run:
     """Read metrics.jsonl and run.json of a run's folder.
 
     Raises ValueError or OSError, naming the file, and the line where one is damaged.
@@ -87,7 +96,8 @@ def read_run(folder):
     size, devices = about.get("world_size"), str(about.get("device_names", "")).lower()
     if type(size) is not int or size < 1:
         raise ValueError(f"{folder / 'run.json'}: world_size is {size!r}, not a positive integer")
-    run = Run(folder.resolve().name, size, "process" if "cpu" in devices else "GPU", [], [], [])
+    unit = "process" if "cpu" in devices else "GPU"
+    run = Run(readable(folder.resolve().name), size, unit, [], [], [])
     for number, line in enumerate(read_text(path).splitlines(), 1):
         epoch, seconds, accuracy = read_epoch(line, f"{path}, line {number}")
         if run.epochs and epoch <= run.epochs[-1]:
@@ -100,7 +110,7 @@ def read_run(folder):
     return run
 
 
-def read_text(path):
+def read_text(path: Path) -> str:
     """The file's text; errors are ValueError or OSError and name the file."""
     try:
         return path.read_text(encoding="utf-8")
@@ -111,12 +121,12 @@ def read_text(path):
         raise ValueError(f"{path}: damaged, not UTF-8 text ({error.reason})") from error
 
 
-def read_json_object(path):
+def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; errors are ValueError or OSError and name the file."""
     return parse_object(read_text(path), path)
 
 
-def parse_object(text, where):
+def parse_object(text: str, where: str | Path) -> dict[str, Any]:
     """The JSON object in `text`; a ValueError begins with `where` it was read."""
     try:
         value = json.loads(text)
@@ -127,10 +137,10 @@ def parse_object(text, where):
     return value
 
 
-def read_epoch(line, where):
+def read_epoch(line: str, where: str) -> list[float]:
     """(epoch, seconds, accuracy) of one line of metrics.jsonl, checked."""
     record = parse_object(line, where)
-    values = [record.get(key) for key in ("epoch", "seconds", "accuracy")]
+    values: list[Any] = [record.get(key) for key in ("epoch", "seconds", "accuracy")]
     for key, value in zip(("epoch", "seconds", "accuracy"), values, strict=True):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or value < 0 or (key == "accuracy" and value > 1):
@@ -138,7 +148,7 @@ def read_epoch(line, where):
     return values
 
 
-def published_charts(new_figure):
+def published_charts(new_figure: Callable[[], Figure]) -> dict[str, Figure]:
     """The three charts of the published figures as {file name: figure}."""
     names = [f"{gpus} GPU" + "s" * (gpus > 1) for gpus in PUBLISHED_SECONDS]
     curves = {name: (list(range(len(values))), values)
@@ -157,7 +167,7 @@ def published_charts(new_figure):
     }
 
 
-def recorded_charts(runs, new_figure):
+def recorded_charts(runs: Sequence[Run], new_figure: Callable[[], Figure]) -> dict[str, Figure]:
     """The two charts of recorded runs as {file name: figure}."""
     runs = sorted(runs, key=lambda run: (run.unit, run.world_size, run.name))
     sizes = [run.size for run in runs]
@@ -181,12 +191,13 @@ def recorded_charts(runs, new_figure):
     }
 
 
-def shortened(text, length=32):
-    """The text, with a gap near the end where it is longer than `length`."""
-    return text if len(text) <= length else f"{text[:length - 7]}...{text[-4:]}"
+def shortened(text: str) -> str:
+    """The text, with a gap near the end where it is longer than 32 characters."""
+    return text if len(text) <= 32 else f"{text[:25]}...{text[-4:]}"
 
 
-def bar_chart(figure, title, names, seconds, sizes, axis, note):
+def bar_chart(figure: Figure, title: str, names: Sequence[str], seconds: Sequence[float],
+              sizes: Sequence[int | None], axis: str, note: str) -> Figure:
     """Bars of seconds per epoch with their values, and what N times as fast would have been.
 
     `sizes` are the bars' world sizes, or None for a bar not to be compared with the first one.
@@ -196,15 +207,17 @@ def bar_chart(figure, title, names, seconds, sizes, axis, note):
     upright = max(map(len, names)) < 14 and len(names) <= 8
     bars = (axes.bar if upright else axes.barh)(
         range(len(names)), seconds, 0.62, color=COLOURS[0], label="seconds per epoch")
-    handles, texts, top = [bars], [], max(seconds)
+    handles: list[Any] = [bars]
+    texts: list[str] = []
+    top, first = max(seconds), sizes[0]
     for place, (value, size) in enumerate(zip(seconds, sizes, strict=True)):
         texts.append(f"{value:.3g} s")
         if size is None or place == 0:
             continue
         texts[-1] += "\n" if upright else "  "
         texts[-1] += f"{seconds[0] / value:.2g} x as fast" if value else ""
-        if size != sizes[0]:
-            ideal = seconds[0] * sizes[0] / size
+        if first is not None and size != first:
+            ideal = seconds[0] * first / size
             ends = ([place - 0.38, place + 0.38], [ideal, ideal])
             handles[1:] = axes.plot(*(ends if upright else ends[::-1]), color=COLOURS[1],
                                     linewidth=2.5, label="if N times as many were N times as fast")
@@ -223,11 +236,11 @@ def bar_chart(figure, title, names, seconds, sizes, axis, note):
     return figure
 
 
-def curve_chart(figure, title, curves, note, first_colour=0, legend_below=False):
+def curve_chart(figure: Figure, title: str, curves: Curves, note: str, first_colour: int = 0,
+                legend_below: bool = False) -> Figure:
     """Accuracy over epochs, with the last value written at the end of each curve.
 
-    `curves` is {label: (epochs, accuracies)}; `first_colour` keeps a curve's colour the same in
-    two charts.
+    `first_colour` keeps a curve's colour the same in two charts.
     """
     axes = figure.add_subplot()
     ends = []
@@ -240,7 +253,7 @@ def curve_chart(figure, title, curves, note, first_colour=0, legend_below=False)
                   marker=MARKERS[number % len(MARKERS)])
         ends.append((trained[-1], accuracy[-1], colour))
     axes.set(xlabel="epochs trained", ylabel="validation accuracy")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.grid()
     axes.margins(x=0.03)
     label_ends(axes, ends)
@@ -250,7 +263,7 @@ def curve_chart(figure, title, curves, note, first_colour=0, legend_below=False)
     return figure
 
 
-def label_ends(axes, ends):
+def label_ends(axes: Axes, ends: Iterable[tuple[float, float, str]]) -> None:
     """Write the last value of each curve right of the axes, in its colour, none over another.
 
     `ends` is [(x, y, colour)].
@@ -270,7 +283,9 @@ def label_ends(axes, ends):
     axes.set_ylim(low, high)
 
 
-def finish(figure, axes, title, note, place, handles=None):
+def finish(figure: Figure, axes: Axes, title: str, note: str,
+           place: Literal["upper right", "lower right"] | None,
+           handles: list[Any] | None = None) -> None:
     """Title with a small note below it, and the legend: at `place`, None is below the axes."""
     axes.set_title(title)
     axes.annotate(note, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points",
@@ -282,7 +297,7 @@ def finish(figure, axes, title, note, place, handles=None):
         figure.legend(handles=handles, loc="outside lower left")
 
 
-def figure_maker(show):
+def figure_maker(show: bool) -> Callable[[], Figure]:
     """A function that makes empty figures; with `show`, such that have a window.
 
     Raises ValueError where windows are asked for and there is no display.
@@ -305,26 +320,13 @@ def figure_maker(show):
     return lambda: pyplot.figure(layout="constrained")
 
 
-def write_figure(figure, path):
+def write_figure(figure: Figure, path: Path) -> None:
     """Write the figure as PNG, whole or not at all. Raises OSError naming the path."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror}. Choose another folder with "
-                      "--output-dir") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
-def parse_args(argv=None):
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's options as a namespace."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -336,7 +338,7 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def plot(args):
+def plot(args: argparse.Namespace) -> None:
     """Write the charts that the options ask for. Raises ValueError or OSError."""
     runs = [read_run(folder) for folder in args.runs]
     import matplotlib
@@ -347,13 +349,13 @@ def plot(args):
         args.output_dir.mkdir(parents=True, exist_ok=True)
         for name, figure in charts.items():
             write_figure(figure, args.output_dir / name)
-            print(f"wrote {args.output_dir / name}")
+            print(readable(f"wrote {args.output_dir / name}", sys.stdout))
         if args.show:
             from matplotlib import pyplot
             pyplot.show()
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit status, 0 done or 1 failed."""
     try:
         plot(parse_args(argv))

@@ -14,10 +14,11 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from multi_train_utils.distributed_utils import select_gpu
 from multi_train_utils.options import image_size, positive_int, single_device
 from multi_train_utils.records.weights import read_torch_file, read_weights
 from my_dataset import ImageError, open_image
-from utils import IMAGE_ENDINGS, allowed_cpus, as_utf8
+from utils import IMAGE_ENDINGS, allowed_cpus, as_utf8, readable
 
 DEFAULT_MODEL, DEFAULT_IMAGE_SIZE = "resnet34", 224
 WIDEST_MATRIX = 30  # classes up to which a confusion matrix can be read on a screen
@@ -49,6 +50,7 @@ class Prediction:
     def top(self, count: int) -> list[tuple[int, float]]:
         """The `count` most probable (class number, probability), best first."""
         # Stable, so that of equals the first class wins, as argmax has it in training.
+        assert self.probabilities is not None
         values, numbers = self.probabilities.sort(descending=True, stable=True)
         return list(zip(numbers.tolist(), values.tolist(), strict=True))[:count]
 
@@ -148,7 +150,8 @@ def load_model(weights: str | os.PathLike, name: str, num_classes: int) -> nn.Mo
     return model.eval()
 
 
-def check_fit(weights, given, name, own):
+def check_fit(weights: str | os.PathLike, given: dict[str, Tensor], name: str,
+              own: dict[str, Tensor]) -> None:
     """Raise ValueError unless the file's tensors are those of the network `name`."""
     needed = [key for key in own if not key.endswith("num_batches_tracked")]
     wrong = [key for key in needed if key not in given or given[key].shape != own[key].shape]
@@ -197,10 +200,11 @@ def list_images(inputs: Sequence[str]) -> list[str]:
 
 
 def images_below(root: str) -> list[str]:
-    def stop(error):
+    def stop(error: OSError) -> NoReturn:
         raise error
 
-    found, seen = [], set()
+    found: list[str] = []
+    seen: set[str] = set()
     for folder, folders, files in os.walk(root, followlinks=True, onerror=stop):
         real = os.path.realpath(folder)
         # A link to a folder above would go round in a circle.
@@ -220,14 +224,15 @@ def labels_by_folder(inputs: Sequence[str], classes: Sequence[str]) -> dict[str,
     classify: it gives no labels. Raises ValueError where only some are trained classes, since an
     accuracy over the rest would say nothing of the folder.
     """
-    labels, numbers = {}, {as_utf8(name): number for number, name in enumerate(classes)}
+    labels: dict[str, int] = {}
+    numbers = {as_utf8(name): number for number, name in enumerate(classes)}
     for root in filter(os.path.isdir, inputs):
         parts = {path: [*map(as_utf8, Path(path).relative_to(root).parts)]
                  for path in images_below(root)}
-        folders = {part[0] if len(part) > 1 else None for part in parts.values()}
-        unknown = sorted(name for name in folders - {None} if name not in numbers)
-        if None in folders:
+        if any(len(part) == 1 for part in parts.values()):
             continue
+        folders = {part[0] for part in parts.values()}
+        unknown = sorted(name for name in folders if name not in numbers)
         if len(unknown) == len(folders):
             complain(f"notice: no accuracy for {root}: its sub-folders are no trained classes")
             continue
@@ -256,7 +261,7 @@ def predict(model: nn.Module, paths: Sequence[str], size: int, *,
     """
     normalize = Normalizer(next(model.parameters()).device)
 
-    def read(path):
+    def read(path: str) -> Tensor | ImageError:
         try:
             return to_tensor(validation_image(open_image(path), size))
         except ImageError as error:
@@ -278,7 +283,8 @@ def predict(model: nn.Module, paths: Sequence[str], size: int, *,
 
 
 @torch.inference_mode()
-def probabilities(model, normalize, samples):
+def probabilities(model: nn.Module, normalize: Normalizer,
+                  samples: Sequence[Tensor | ImageError]) -> Iterable[Tensor]:
     """float64 `n x classes` on the CPU for the n tensors among `samples`."""
     images = [sample for sample in samples if isinstance(sample, Tensor)]
     if not images:
@@ -300,14 +306,6 @@ def confusion_matrix(predictions: Sequence[Prediction], labels: dict[str, int],
 
 # ---- output ----------------------------------------------------------------------------------
 
-def printable(text: str, stream=None) -> str:
-    """`text` with escapes for line breaks and the like, and for what a stream cannot say."""
-    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode()
-                   for char in text)
-    encoding = (stream or sys.stdout).encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
 def padded(text: str, width: int) -> str:
     return text + " " * (width - screen_width(text))
 
@@ -320,13 +318,14 @@ def screen_width(text: str) -> int:
 
 def complain(text: str) -> None:
     """A line on the error stream: what is wrong never mixes with the results."""
-    print(printable(text, sys.stderr), file=sys.stderr, flush=True)
+    print(readable(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def print_table(predictions, paths, classes, top_k) -> list[Prediction]:
+def print_table(predictions: Iterable[Prediction], paths: Sequence[str],
+                classes: Sequence[str], top_k: int) -> list[Prediction]:
     """Print a line per file as its prediction comes; returns the predictions."""
-    shown = [printable(name) for name in classes]
-    wide = max(map(screen_width, [*map(printable, paths), "file"]))
+    shown = [readable(name, sys.stdout) for name in classes]
+    wide = max(map(screen_width, [*(readable(path, sys.stdout) for path in paths), "file"]))
     name_wide = max(map(screen_width, [*shown, "class"]))
     heads = [f"  {padded('class', name_wide)}  {'prob.':>6}"] * min(top_k, len(classes))
     print(padded("file", wide) + "".join(heads))
@@ -338,7 +337,7 @@ def print_table(predictions, paths, classes, top_k) -> list[Prediction]:
             continue
         cells = [f"  {padded(shown[number], name_wide)}  {value:6.4f}"
                  for number, value in prediction.top(top_k)]
-        print(padded(printable(prediction.path), wide) + "".join(cells), flush=True)
+        print(padded(readable(prediction.path, sys.stdout), wide) + "".join(cells), flush=True)
     return done
 
 
@@ -346,7 +345,7 @@ def print_evaluation(matrix: list[list[int]], classes: Sequence[str]) -> None:
     """Print accuracy, per class too, and the confusion matrix."""
     result = evaluation(matrix, classes)
     print(f"\naccuracy: {result['accuracy']:.3f} ({result['correct']}/{result['total']})")
-    names = [f"{number} {printable(name)}" for number, name in enumerate(classes)]
+    names = [f"{number} {readable(name, sys.stdout)}" for number, name in enumerate(classes)]
     wide = max(map(screen_width, names))
     for number, (name, row) in enumerate(zip(names, matrix, strict=True)):
         if sum(row):
@@ -362,7 +361,7 @@ def print_evaluation(matrix: list[list[int]], classes: Sequence[str]) -> None:
         print(f"    {padded(name, wide)}" + "".join(f"{count:{cell}}" for count in row))
 
 
-def evaluation(matrix, classes):
+def evaluation(matrix: list[list[int]], classes: Sequence[str]) -> dict[str, Any]:
     """Accuracy and the like as JSON can hold them; `accuracy` is None where nothing is labelled."""
     total, correct = sum(map(sum, matrix)), sum(row[i] for i, row in enumerate(matrix))
     per_class = {name: {"correct": row[number], "total": sum(row)}
@@ -371,15 +370,16 @@ def evaluation(matrix, classes):
             "per_class": per_class, "confusion": matrix}
 
 
-def as_json(predictions, classes, top_k):
+def as_json(predictions: Iterable[Prediction], classes: Sequence[str],
+            top_k: int) -> list[dict[str, Any]]:
     """The predictions as plain data: per file its class and top list, or its error."""
-    entries = []
+    entries: list[dict[str, Any]] = []
     for prediction in predictions:
         if prediction.error is not None:
             complain(f"error: {prediction.error}")
             entries.append({"file": prediction.path, "error": prediction.error.reason})
             continue
-        top = [{"class": classes[number], "probability": value}
+        top: list[dict[str, Any]] = [{"class": classes[number], "probability": value}
                for number, value in prediction.top(top_k)]
         entries.append({"file": prediction.path, **top[0], "top": top})
     return entries
@@ -387,7 +387,7 @@ def as_json(predictions, classes, top_k):
 
 # ---- the command -----------------------------------------------------------------------------
 
-def parse_args(argv=None):
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's options as a namespace; exit status 2 for wrong usage."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -412,7 +412,7 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def choose(flag, given, record, key, default):
+def choose(flag: str, given: Any, record: dict | None, key: str, default: Any) -> Any:
     """The flag's value where given, else the recorded one, else the default; says what differs."""
     recorded = record[key] if record is not None else default
     if given is None or given == recorded:
@@ -422,7 +422,7 @@ def choose(flag, given, record, key, default):
     return given
 
 
-def prepare(args):
+def prepare(args: argparse.Namespace) -> tuple[nn.Module, int, list[str]]:
     """(model on its device, image size, class names) for the command's options."""
     gpu = select_gpu(args.device, 0, 1)
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
@@ -439,10 +439,10 @@ def prepare(args):
     told = "as recorded" if record else "no record found: --model and --image-size change this"
     complain(f"{args.weights}: {name} at {size} px ({told}), {len(classes)} classes from {source}, "
              f"on {device}")
-    return model.to(device, memory_format=layout), size, classes
+    return model.to(device).to(memory_format=layout), size, classes
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     """Classify what `args` name, print it, and return the exit status."""
     model, size, classes = prepare(args)
     paths = list_images(args.inputs)
@@ -467,7 +467,7 @@ def run(args):
     return int(bad > 0)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit status, 0 done or 1 failed."""
     args = parse_args(argv)
     try:

@@ -1,4 +1,10 @@
-"""What stands before training: the folder of classes, its split, and a look at a batch."""
+"""What stands before training: the folder of classes, its split, and a look at a batch.
+
+And at the end what all scripts share: files and folders that are written whole, the CPUs to use,
+commands with a time limit. Needs nothing but the standard library.
+"""
+
+from __future__ import annotations  # so that check_setup.py can tell an old Python that it is old
 
 import contextlib
 import json
@@ -8,11 +14,19 @@ import random
 import re
 import secrets
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -88,10 +102,23 @@ def as_utf8(name: str) -> str:
         return name
 
 
+def readable(name: str, stream: TextIO | None = None) -> str:
+    """A name, or a line with names in it, as it can be shown: no name must end a run.
+
+    Escapes stand for line breaks and the like, for bytes that are not UTF-8, and, given a stream,
+    for what its encoding cannot say.
+    """
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode()
+                   for char in as_utf8(name))
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def write_class_indices(names: Sequence[str], path: str | os.PathLike) -> None:
     """Write `{"0": "daisy", ...}` to `path`, UTF-8, whole or not at all; OSError names the path."""
     content = {str(number): as_utf8(name) for number, name in enumerate(names)}
-    _write_whole(path, _utf8_json(content))
+    with written_whole(path) as temporary:
+        temporary.write_bytes(_utf8_json(content))
 
 
 def check_class_count(given: int | None, names: Sequence[str]) -> int:
@@ -138,7 +165,7 @@ def plot_data_loader_image(
         axes = figure.add_subplot(rows, columns, i + 1)
         axes.imshow(_denormalised(images[i]).tolist())
         # parse_math off: a class name with two "$" in it is no formula.
-        axes.set_title(_readable(names[str(int(labels[i]))]), parse_math=False)
+        axes.set_title(readable(names[str(int(labels[i]))]), parse_math=False)
         axes.axis("off")
     figure.tight_layout()
     if path is None:
@@ -181,7 +208,7 @@ def _list_folder(folder: str) -> _Listing:
 
 
 def _list_root(root: str) -> _Listing:
-    shown = _readable(root)
+    shown = readable(root)
     if not os.path.exists(root):
         raise FileNotFoundError(
             f"the data folder {shown} does not exist: give --data-path a folder with one "
@@ -217,7 +244,7 @@ def _check_classes(root: str, classes: dict[str, _Listing]) -> None:
     for name, listing in classes.items():
         if listing.images:
             continue
-        problem = f"class {_readable(name)} has 0 images"
+        problem = f"class {readable(name)} has 0 images"
         if listing.folders:
             problem += f" but sub-folders ({_some(listing.folders, 3)}), which are not searched"
         if listing.dangling:
@@ -228,13 +255,13 @@ def _check_classes(root: str, classes: dict[str, _Listing]) -> None:
     if problems:
         more = f"; {len(problems) - 5} more classes are like that" if len(problems) > 5 else ""
         raise ValueError(
-            f"in the data folder {_readable(root)}: {'; '.join(problems[:5])}{more}. Images must "
+            f"in the data folder {readable(root)}: {'; '.join(problems[:5])}{more}. Images must "
             f"lie right in their class folder and end in {' '.join(IMAGE_ENDINGS)}; "
             "remove or fill such a folder, or point --data-path at the folder of the classes"
         )
     if len(classes) < 2:
         raise ValueError(
-            f"the data folder {_readable(root)} holds only one class ({_some(list(classes))}): "
+            f"the data folder {readable(root)} holds only one class ({_some(list(classes))}): "
             "a classifier needs at least two class folders"
         )
 
@@ -245,7 +272,8 @@ def _split(
     # Its own generator leaves the caller's random state alone, and one for all classes in
     # order of their names is what the published split was drawn with.
     generator = random.Random(0)
-    train, val = [[], []], [[], []]
+    train: list[list] = [[], []]
+    val: list[list] = [[], []]
     for label, (name, listing) in enumerate(classes.items()):
         drawn = set(generator.sample(listing.images, int(len(listing.images) * val_rate)))
         for image in listing.images:
@@ -261,7 +289,7 @@ def _check_parts(root: str, classes: dict, val_rate: float, train: list, val: li
     needed = _images_for_one_in_validation(val_rate)
     remedy = f"a class needs {needed} images to send one to validation" if needed else "raise it"
     raise ValueError(
-        f"the data folder {_readable(root)} has {len(train[0]) + len(val[0])} images in "
+        f"the data folder {readable(root)} has {len(train[0]) + len(val[0])} images in "
         f"{len(classes)} classes, which gives {len(train[0])} for training and {len(val[0])} for "
         f"validation at a validation share of {val_rate}: {remedy}"
     )
@@ -279,7 +307,7 @@ def _images_for_one_in_validation(val_rate: float) -> int | None:
 def _warnings(top: _Listing, classes: dict[str, _Listing], val_rate: float) -> list[str]:
     lines = []
     for name, listing in classes.items():
-        label = f"class {_readable(name)}"
+        label = f"class {readable(name)}"
         if int(len(listing.images) * val_rate) == 0:
             lines.append(
                 f"{label} has {_count(len(listing.images), 'image')}, none of them goes to "
@@ -301,7 +329,7 @@ def _warnings(top: _Listing, classes: dict[str, _Listing], val_rate: float) -> l
 def _endings(other_endings: Counter[str]) -> str:
     """For example "2 .txt files, 1 file without an ending"."""
     return ", ".join(
-        _count(count, f"{_readable(ending)} file") if ending
+        _count(count, f"{readable(ending)} file") if ending
         else f"{_count(count, 'file')} without an ending"
         for ending, count in sorted(other_endings.items())
     )
@@ -313,19 +341,12 @@ def _count(number: int, noun: str) -> str:
 
 def _some(names: Sequence[str], limit: int = 10) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(_readable(name) for name in names[:limit]) + more
-
-
-def _readable(name: str) -> str:
-    """A name that is not valid UTF-8 holds lone surrogates: show them as escapes."""
-    return as_utf8(name).encode("utf-8", "backslashreplace").decode()
+    return ", ".join(readable(name) for name in names[:limit]) + more
 
 
 def _say(line: str) -> None:
-    """Print, with escapes for what the terminal's encoding lacks: a name must not end a run."""
-    encoding = sys.stdout.encoding or "utf-8"
-    with contextlib.suppress(OSError):  # nor must a reader that has gone, as of "| head"
-        print(line.encode(encoding, "backslashreplace").decode(encoding))
+    with contextlib.suppress(OSError):  # a reader that has gone, as of "| head", must not end a run
+        print(readable(line, sys.stdout))
 
 
 def _utf8_json(value: dict) -> bytes:
@@ -336,47 +357,29 @@ def _utf8_json(value: dict) -> bytes:
     return text.encode("utf-8")
 
 
-def _write_whole(path: str | os.PathLike, content: bytes) -> None:
-    """Write a file that readers see whole or not at all, even through a power cut."""
-    path = os.fspath(path)
-    # In the same folder, because a rename is atomic only within one file system.
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
-    try:
-        try:
-            with open(temporary, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            if os.path.lexists(temporary):
-                os.remove(temporary)
-            raise
-    except OSError as error:
-        # The user knows the name that was asked for, not the temporary one.
-        raise OSError(error.errno, f"cannot write {_readable(path)}: {error.strerror}") from error
-
-
-def _denormalised(image):
+def _denormalised(image: Tensor) -> Tensor:
     """Float `3 x H x W`, normalised with ImageNet's figures, to `H x W x 3` in 0..1."""
     mean = image.new_tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
     std = image.new_tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
     return (image * std + mean).clamp(0, 1).permute(1, 2, 0).cpu()
 
 
+# ---- what all scripts share ------------------------------------------------------------------
+
 # Files to remove should the process have to leave in the middle of writing them.
-unfinished_files = set()
+unfinished_files: set[Path] = set()
 
 
 @contextlib.contextmanager
-def written_whole(path):
-    """A temporary path beside ``path``; renamed to it at the end, removed after any failure.
+def written_whole(path: str | os.PathLike, option: str = "--output-dir") -> Iterator[Path]:
+    """A temporary path beside `path`; renamed to it at the end, removed after any failure.
 
-    ``OSError`` (full disk, read-only folder, file-size limit) names the path; the older file stays
-    as it was.
+    `OSError` (full disk, read-only folder, file-size limit) names the path, and `option` as the
+    remedy; the older file stays as it was, even through a power cut.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # In the same folder, because a rename is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     unfinished_files.add(temporary)
     try:
         yield temporary
@@ -384,26 +387,151 @@ def written_whole(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno is None:
+            raise  # not of the system, but worded for the user already, as of a failed download
         # torch reports a failed write as RuntimeError, without the system's reason.
-        raise write_error(path, error) from error
+        raise write_error(path, error, option) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
         unfinished_files.discard(temporary)
 
 
-def write_error(path, error):
-    """A failed write as an ``OSError`` that says which file, why, and what to do."""
-    reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+def write_error(path: Path, error: Exception, option: str = "--output-dir") -> OSError:
+    """A failed write as an `OSError` of the same number: which file, why, and what to do."""
+    number = getattr(error, "errno", None)
+    reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [""])[0]
     with contextlib.suppress(OSError):
         if shutil.disk_usage(path.parent).free < 2**20:
             reason = "no space left on the device"
-    return OSError(f"cannot write {path}: {reason}. The older file, if any, is as it was; free "
-                   "space there or choose another --output-dir")
+    # FileNotFoundError and so on: the class that Python has for the number.
+    failure = type(OSError(number, reason))(
+        f"cannot write {readable(str(path))}: {reason}. The older file, if any, is as it was; "
+        f"free space there or choose another {option}")
+    failure.errno = number
+    return failure
 
 
-def allowed_cpus():
-    """Number of CPUs that this process may use."""
+def wrong_counts(folder: Path, expected: Mapping[str, int]) -> str:
+    """What differs between the folder's classes and {class: number of images}; "" if nothing."""
+    if not folder.is_dir():
+        return f"no folder {folder.name}"
+    found = {}
+    for name in {*expected, *(entry.name for entry in folder.iterdir() if entry.is_dir())}:
+        if not name.startswith("."):
+            found[name] = sum(1 for path in (folder / name).glob("[!.]*")
+                              if path.suffix.lower() in (".jpg", ".jpeg"))
+    return ", ".join(f"{name} has {found[name]} images in place of {expected.get(name, 0)}"
+                     for name in sorted(found) if found[name] != expected.get(name, 0))
+
+
+def refuse_unless(output: Path, problem: str) -> None:
+    """Raise ValueError where `output`, which exists, has a problem."""
+    if problem:
+        raise ValueError(f"{output} exists and is something else ({problem}). Move it away or "
+                         "choose another place with --output")
+
+
+def check_parent(output: Path) -> None:
+    """Raise FileNotFoundError where there is no folder for `output` to lie in."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent}: no such folder, so {output} cannot be made")
+
+
+@contextlib.contextmanager
+def staging_folder(output: Path) -> Iterator[Path]:
+    """A private folder beside `output`, to be filled and renamed from; gone at the end.
+
+    Beside it, because a rename is atomic only within one file system.
+    """
+    check_parent(output)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}_", dir=output.parent) as folder:
+        yield Path(folder)
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def allowed_cpus() -> int:
+    """CPUs that this process may use: its affinity mask, and what its container grants."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cpus = len(os.sched_getaffinity(0))
+    else:
+        cpus = os.cpu_count() or 1
+    return max(1, min([cpus, *_cgroup_limits()]))
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Whole CPUs that each control group around this process grants, of those that set a limit."""
+    with contextlib.suppress(OSError):  # elsewhere than on Linux there are none
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            top, names = _CGROUPS, ["cpu.max"]
+            if "cpu" in controllers.split(","):  # version 1, which gives each controller a tree
+                top, names = _CGROUPS / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+            elif controllers:
+                continue
+            # Each group on the way counts. In a container the top one is often its own, while
+            # `place` is a name on the host, and is not there.
+            parts = PurePosixPath(place).parts[1:]
+            for depth in range(len(parts) + 1):
+                folder = top.joinpath(*parts[:depth])
+                with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+                    quota, period = " ".join((folder / name).read_text() for name in names).split()
+                    if int(quota) > 0:  # version 1 says -1 for no limit
+                        yield int(quota) // int(period)
+
+
+TIMED_OUT = 124  # the status of a command that ran past its limit, as the shell's `timeout` has it
+PATIENCE = 15.0  # seconds between the request to stop and the end
+
+
+def run_limited(
+    words: Iterable[object],
+    seconds: float,
+    folder: str | os.PathLike | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int, str, float]:
+    """Run a command for at most `seconds`; afterwards nothing of it is left.
+
+    Args:
+        words: program and arguments.
+        seconds: time limit.
+        folder: where to run it (default: here).
+        env: all of its environment variables (default: those of this process).
+
+    Returns:
+        `(exit status, output, wall time in seconds)`; the status is TIMED_OUT after the limit,
+        and the output holds what the command wrote as errors, too.
+    """
+    # A file, not a pipe: a process left over would hold a pipe open, and its reader with it.
+    with tempfile.TemporaryFile() as output:
+        start = time.perf_counter()
+        # A session of its own, so that whatever the command starts can be ended with it.
+        process = subprocess.Popen(
+            [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, cwd=folder, env=env, start_new_session=True)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = TIMED_OUT
+        finally:
+            wall = time.perf_counter() - start
+            end_session(process)
+        output.seek(0)
+        return status, output.read().decode(errors="replace"), wall
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """End what is left of a command and of the processes in its session.
+
+    Workers that torchrun started have sessions of their own; they notice when it has gone.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)  # a launcher passes it on to its processes
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -191,7 +191,7 @@ def with_checksums(png):
     """A PNG whose checksums are right again: else most damage is found before it does harm."""
     chunks, place = [png[:8]], 8
     while place + 12 <= len(png):
-        length = int.from_bytes(png[place:place + 4])
+        length = int.from_bytes(png[place:place + 4], "big")
         chunks.append(png_chunk(png[place + 4:place + 8], png[place + 8:place + 8 + length]))
         place += 12 + length
     return b"".join(chunks) + png[place:]

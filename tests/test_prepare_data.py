@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import prepare_data
+import sample_photos
 from prepare_data import download_flowers, download_weights, draw_sample_set, main
 from utils import read_split_data
 
@@ -179,6 +180,19 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(server, tmp_path, monkey
     assert not any(tmp_path.iterdir())
 
 
+def test_a_python_without_filters_unpacks_all_the_same(server, tmp_path, monkeypatch):
+    given, extract = [], tarfile.TarFile.extract
+
+    def older(self, member, path="", set_attrs=True):
+        given.append(set_attrs)
+        extract(self, member, path, filter="data")
+
+    monkeypatch.setattr(tarfile.TarFile, "extract", older)
+    monkeypatch.delattr(tarfile, "data_filter")
+    download_flowers(tmp_path / "photos", server.offer(WHOLE), COUNTS)
+    assert len(tree(tmp_path / "photos")) == len(GOOD) == len(given) and not any(given)
+
+
 def test_errors_of_server_and_network_name_the_address(server, tmp_path, capsys, monkeypatch):
     missing = f"http://127.0.0.1:{server.server_port}/missing.tgz"
     assert main(["download", "--output", str(tmp_path / "photos"), "--url", missing]) == 1
@@ -340,9 +354,10 @@ def test_an_existing_sample_set_is_kept(tmp_path, capsys):
 
 def test_a_failure_while_drawing_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
     def fail(*_):
+        assert any(tmp_path.iterdir())  # it is in the middle of it
         raise OSError(errno.EIO, "Input/output error", "picture")
 
-    monkeypatch.setattr(prepare_data, "as_jpeg", fail)
+    monkeypatch.setattr(sample_photos, "as_jpeg", fail)
     assert main(["sample", "--output", str(tmp_path / "set")]) == 1
     assert "Input/output error" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
