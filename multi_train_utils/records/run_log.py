@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from utils import readable
+
 from ..distributed_utils import say
 
 
@@ -127,7 +129,7 @@ def confusion_figure(confusion: list[list[int]], names: list[str]) -> Any:
     """The confusion matrix as a matplotlib figure, coloured by the share of each true class."""
     from matplotlib.figure import Figure
     # A name that is not UTF-8 holds lone surrogates, which cannot be drawn.
-    names = [name.encode("utf-8", "backslashreplace").decode() for name in names]
+    names = [readable(name) for name in names]
     shares = [[count / max(1, sum(row)) for count in row] for row in confusion]
     side = min(20.0, max(4.0, 1.2 + 0.6 * len(names)))  # inches: a canvas of gigabytes otherwise
     figure = Figure(figsize=(side + 1, side), layout="constrained")
