@@ -218,8 +218,8 @@ def test_an_augmentation_differs_from_batch_to_batch_under_capture(project, flow
     project("multi_train_utils/speed/captured_step.py", "        self.graph.replay()\n",
             "        self.graph.replay()\n"
             "        print('MEANS', self.inputs[0].float().mean(dim=(1, 2, 3)).tolist())\n")
-    project("multi_train_utils/augmentation.py", "    factor = 0.8 +",
-            "    images = images * 0 + 100\n    factor = 0.8 +")
+    project("multi_train_utils/augmentation.py", "\n    return (images * factor)",
+            "\n    images = images * 0 + 100\n    return (images * factor)")
     words = [str(project.folder / "train_single_gpu.py"), *SMALL, "--device", "cuda",
              "--data-path", str(flowers), "--epochs", "2", "--batch-size", "6"]
     with Job(tmp_path / "out", "python", *words) as job:
