@@ -342,7 +342,8 @@ def test_one_rank_writes_and_each_has_random_numbers_of_its_own(flowers, tmp_pat
         text = job.text()
     assert [len(json.loads(content)) for content in seen] == [5]
     entries = [line.split() for line in notes.read_text().splitlines()]
-    wrote = {(rank, name.split(".")[0]) for rank, what, name in entries if what == "wrote"}
+    wrote = {(rank, name.strip(".").split(".")[0]) for rank, what, name in entries
+             if what == "wrote"}
     assert wrote == {("0", "class_indices"), ("0", "events")}
     seeds = {rank: {value for by, what, value in entries if (by, what) == (rank, "seed")}
              for rank in "0123"}

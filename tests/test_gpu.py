@@ -298,7 +298,7 @@ def test_crops_of_photos_are_those_of_pillow(device, image_size):
         (width, height), kept = train.sizes[index], data.stored[index]
         crop = draw_crop(args.seed, epoch, index, width, height)
         crop = crop.scaled(kept[0] / width, kept[1] / height)
-        image = as_image(stored[index], kept)
+        image = as_image(stored[index][0], kept)
         expected.append(to_tensor(crop_image(image, crop, image_size)))
     assert images.shape == (len(photos), image_size, image_size, 3)
     assert mean_difference(images, torch.stack(expected)).max() <= 2

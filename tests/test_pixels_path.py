@@ -88,7 +88,7 @@ def test_photos_stored_reduced_are_those_of_the_full_decode(large_photo, decoded
     kept = stored_size((1600, 1200), 64)
     assert kept == (128, 96)
     decoded_sizes.clear()
-    stored = StoredImages(images, [kept])[0]
+    stored, _ = StoredImages(images, [kept])[0]
     assert decoded_sizes and decoded_sizes[-1] < (1600, 1200)
     with Image.open(large_photo) as image:
         expected = image.convert("RGB").resize(kept, Image.Resampling.BILINEAR)

@@ -6,7 +6,7 @@ are prepared by Pillow exactly as on the streaming way, each rank its own share.
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def fits(train: ImageList, val: ImageList, args: Options, device: torch.device,
 
 
 class StoredImages(Dataset):
-    """index to the pixels (P x 3 uint8) of a training image at the size at which it is kept.
+    """index to (pixels (P x 3 uint8) of a training image at the size at which it is kept, label).
 
     An ImageError is returned, as in TrainingImages.
     """
@@ -99,26 +99,28 @@ class StoredImages(Dataset):
     def __len__(self) -> int:
         return len(self.pictures)
 
-    def __getitem__(self, index: int) -> Tensor | ImageError:
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | ImageError:
         (width, height), size = self.images.size(index), self.sizes[index]
         # Twice the size, so that what a JPEG's own reduction leaves is averaged once more.
         enough = min(width, 2 * size[0]), min(height, 2 * size[1])
         try:
-            picture, _ = self.pictures[ImageKey(index, at_least=enough)]
+            picture, label = self.pictures[ImageKey(index, at_least=enough)]
         except ImageError as error:
             return error
         if picture.size != size:
             # Antialiased: every source pixel counts, so no detail turns into a false pattern.
             picture = picture.resize(size, Image.Resampling.BILINEAR)
-        return to_tensor(picture).view(-1, 3)
+        return to_tensor(picture).view(-1, 3), int(label)
 
 
-def joined(samples: list[Any]) -> Tensor | ImageError:
-    """The pixels of several images one after the other, or the first ImageError among them."""
+def joined(samples: list[Any]) -> tuple[Tensor, list[int]] | ImageError:
+    """The pixels of several images one after the other and their labels, or the first ImageError.
+    """
     for sample in samples:
         if isinstance(sample, ImageError):
             return sample
-    return torch.cat(samples)
+    pixels, labels = zip(*samples, strict=True)
+    return torch.cat(pixels), list(labels)
 
 
 def decoding(dataset: Any, args: Options, workers: int, collate_fn: Callable) -> tuple[int, Any]:
@@ -179,11 +181,14 @@ class DeviceData:
         ends = list(accumulate((math.prod(self.stored[i]) for i in order), initial=0))
         self.first_pixel = dict(zip(order, ends[:-1], strict=True))
         self.pixels = torch.empty(ends[-1], 3, dtype=torch.uint8, device=self.device)
-        begin = self.first_pixel[self.args.rank]
-        for images in decoded:
+        begin, own_labels = self.first_pixel[self.args.rank], []
+        for images, labels in decoded:
             self.pixels[begin:begin + len(images)].copy_(images)
             begin += len(images)
-        self.guard.barrier()  # one node's disk may be minutes slower than NCCL is patient
+            own_labels += labels
+        # A meeting: one node's disk may be minutes slower than NCCL is patient.
+        all_labels = self.guard.gather(own_labels)
+        self.labels = dict(zip(order, chain(*all_labels), strict=True))
         for rank, share in enumerate(shares if len(ranks) > 1 else ()):
             end = self.first_pixel[share[-1]] + math.prod(self.stored[share[-1]])
             dist.broadcast(self.pixels[self.first_pixel[share[0]]:end], src=rank)
@@ -207,7 +212,7 @@ class DeviceData:
             crop = draw_crop(self.args.seed, epoch, index, width, height)
             crop = crop.scaled(stored[0] / width, stored[1] / height)
             rows.append((self.first_pixel[index], stored[0], *crop))
-            seeds.append((image_seed(self.args.seed, epoch, index), self.train.labels[index]))
+            seeds.append((image_seed(self.args.seed, epoch, index), self.labels[index]))
         table = send(torch.tensor(rows, dtype=torch.float64), self.device)
         seeds_of, labels = send(torch.tensor(seeds), self.device).t().contiguous()
         images = crop_batch(self.pixels, table, self.window, self.args.image_size)
