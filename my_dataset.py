@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import torch
 from PIL import (
@@ -101,7 +101,7 @@ def open_image(
     Grey, palette, CMYK, YCbCr and CIELAB become RGB; transparent areas lie over white; deep
     grey is scaled to 8 bits, not clipped; EXIF orientation is applied; of an animation or a
     file of several pages it is the first. ICC profiles are not applied. What a file's format
-    allows and Pillow would show in wrong colours is put right or refused by name.
+    allows, but Pillow shows in wrong colours, is put right or refused by name.
 
     Args:
         path: the file. Its content decides the format, not its ending.
@@ -223,9 +223,11 @@ def _opened(path: str | os.PathLike) -> Iterator[ImageFile.ImageFile]:
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
             raise ValueError("it is a pipe, a socket or a device")  # where reading may never end
         with Image.open(path, formats=_FORMATS) as image:
+            if 0 in image.size:
+                raise ValueError("it has no pixels")
             form = _form_not_read(image, path)
             if form:
-                raise ValueError(_refusal(form))
+                raise ValueError(f"{form} is not read here; {_REMEDY}")
             yield image
     # Damaged files make Pillow raise almost anything: OSError, SyntaxError, ValueError,
     # struct.error, zlib.error, KeyError, OverflowError, MemoryError ...
@@ -244,7 +246,7 @@ def _reason(path: str | os.PathLike, error: Exception) -> str:
             return "the file is empty"
         form = _form_not_opened(path)
         if form:
-            return _refusal(form)
+            return f"{form} is not read here, or it is damaged; {_REMEDY}"
         return "the content is damaged, or in none of the formats " + ", ".join(_FORMATS)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # no such file, permission denied ...
@@ -252,10 +254,6 @@ def _reason(path: str | os.PathLike, error: Exception) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
     # So Pillow begins where it knows the form of a BMP and cannot read it.
     return f"{reason}; {_REMEDY}" if reason.startswith("Unsupported") else reason
-
-
-def _refusal(form: str) -> str:
-    return f"{form} is not read here; {_REMEDY}"
 
 
 def _orientation(image: Image.Image) -> int:
@@ -290,12 +288,12 @@ def _form_not_opened(path: str | os.PathLike) -> str:
         with open(path, "rb") as file:
             head = file.read(16)
             if head.startswith(b"\xff\xd8\xff"):
-                return _jpeg_not_read(path)
+                return _jpeg_not_read(file)
             # A header of 16 bytes belongs to the variant for files above 4 GiB.
             tags = ImageFileDirectory_v2(head if head[2:3] == b"\x2b" else head[:8])
             file.seek(tags.next)
             tags.load(file)
-        return _tiff_form(tags) if _Tiff.WIDTH in tags else ""
+        return _tiff_form(tags) if tags.get(_Tiff.WIDTH) and tags.get(_Tiff.HEIGHT) else ""
     except Exception:  # not a TIFF, or damaged
         return ""
 
@@ -303,22 +301,22 @@ def _form_not_opened(path: str | os.PathLike) -> str:
 def _form_not_read(image: ImageFile.ImageFile, path: str | os.PathLike) -> str:
     """The name of an opened file's form where Pillow would fail later, in the middle of an
     epoch, or give wrong colours that `_correct_reading` and `_to_rgb` do not put right; or ""."""
-    if isinstance(image, JpegImageFile):
-        return _jpeg_not_read(path)
+    if image.fp is not None and isinstance(image, JpegImageFile):
+        return _jpeg_not_read(image.fp)  # decoding will start at 0, wherever this ends
     if isinstance(image, TiffImageFile):
         return _tiff_not_read(image)
     if isinstance(image, BmpImageFile):
-        header_size, bits, compression, alpha_mask = _bmp_header(path)
-        if bits == 16 and compression == 3 and header_size >= 56 and alpha_mask:
+        bits, alpha_mask = _bmp_header(path)
+        if bits == 16 and alpha_mask:
             return "a BMP of 16 bits with transparency"
     if isinstance(image, PngImageFile) and b"CgBI" in (kind for kind, *_ in image.private_chunks):
         return "a PNG in Apple's variant for iPhones (CgBI)"
     return ""
 
 
-def _jpeg_not_read(path: str | os.PathLike) -> str:
-    with open(path, "rb") as file:
-        frame = _jpeg_frame(file)
+def _jpeg_not_read(file: IO[bytes]) -> str:
+    file.seek(0)
+    frame = _jpeg_frame(file)
     if frame is None:
         return ""
     process, bits, height, _width, components = frame
@@ -332,7 +330,7 @@ def _jpeg_not_read(path: str | os.PathLike) -> str:
     return "" if process in (0, 1, 2, 3, 9, 10) else f"a JPEG of the coding process SOF{process}"
 
 
-def _jpeg_frame(file: BinaryIO) -> tuple[int, int, int, int, int] | None:
+def _jpeg_frame(file: IO[bytes]) -> tuple[int, int, int, int, int] | None:
     """Coding process, bits, height, width and components, from a JPEG's frame header."""
     while start := file.read(1):
         if start != b"\xff":
@@ -352,20 +350,23 @@ def _jpeg_frame(file: BinaryIO) -> tuple[int, int, int, int, int] | None:
     return None
 
 
-def _bmp_header(path: str | os.PathLike) -> tuple[int, int, int, int]:
-    """Size of the header, bits of a pixel, compression, and the mask of the opacity (the last
-    two have a meaning only where the header is large enough)."""
+def _bmp_header(path: str | os.PathLike) -> tuple[int, int]:
+    """Bits of a pixel, and those among them that give its opacity."""
     with open(path, "rb") as file:
         head = file.read(70).ljust(70, b"\0")
     (size,) = struct.unpack_from("<I", head, 14)
-    (bits,) = struct.unpack_from("<H", head, 24 if size == 12 else 28)
-    return size, bits, *struct.unpack_from("<I", head, 30), *struct.unpack_from("<I", head, 66)
+    if size == 12:
+        return head[24], 0
+    bits, compression = struct.unpack_from("<HI", head, 28)
+    (alpha_mask,) = struct.unpack_from("<I", head, 66)
+    return bits, alpha_mask if size >= 56 and compression == 3 else 0
 
 
 class _Tiff(IntEnum):
     """The tags that tell how a TIFF's pixels are to be understood."""
 
     WIDTH = 256
+    HEIGHT = 257
     BITS = 258
     COMPRESSION = 259
     PHOTOMETRIC = 262
@@ -392,7 +393,7 @@ def _tiff_form(tags: ImageFileDirectory_v2) -> str:
         several = value if isinstance(value, tuple) else (value,)
         values += [f"{name} {' '.join(map(str, several[:8]))}"] if several else []
     order = "big" if tags.prefix == b"MM" else "little"
-    return f"a TIFF of {', '.join(values)}, {order}-endian,"
+    return f"a {order}-endian TIFF of {', '.join(values)}"
 
 
 def _tiff_not_read(image: TiffImageFile) -> str:
@@ -440,18 +441,16 @@ def _correct_tiff(image: TiffImageFile) -> None:
 
 
 def _correct_bmp(image: BmpImageFile, path: str | os.PathLike) -> None:
-    _, bits, compression, _ = _bmp_header(path)
+    bits, tile = _bmp_header(path)[0], image.tile[0]
     # Pillow takes a palette of greys for no palette, but then also takes the pixels for those
     # of such a picture: of 1 bit if there are two colours, else of 8.
     if (image.mode, bits) in (("1", 4), ("1", 8), ("L", 4)):
         greys = [0, 255] if image.mode == "1" else range(256)
         image._mode = "P"
         image.palette = ImagePalette.raw("RGB", bytes(grey for grey in greys for _ in "RGB"))
-        tile = image.tile[0]
         assert isinstance(tile.args, tuple)
         image.tile = [tile._replace(args=("P;4" if bits == 4 else "P", *tile.args[1:]))]
-    if compression in (1, 2) and bits in (4, 8):
-        tile = image.tile[0]
+    if tile.codec_name == "bmp_rle" and bits in (4, 8):
         image.tile = [tile._replace(codec_name=_RunLengths.NAME, args=(bits,))]
 
 
@@ -484,6 +483,8 @@ class _RunLengths(ImageFile.PyDecoder):
                     size, length = (value if bits == 8 else (value + 1) // 2), value
                     source = data[at : at + size]
                     at += size + size % 2
+                    if len(source) < size:
+                        raise ValueError("the file is cut off")
                 if bits == 4:
                     source = bytes(half for byte in source for half in (byte >> 4, byte & 15))
                 source = source[: max(0, min(length, wide - x))]

@@ -544,6 +544,7 @@ def bmp_palette_forms():
             "black and white": [black, white],
             "white and black": [white, black],
             "black": [black],
+            "almost black": [black, (0, 1, 0), (0, 0, 0)],  # 1, where larger headers say "RLE8"
             "greys": greys[:16],
             "all greys": greys,
         }
@@ -881,6 +882,27 @@ def test_a_damaged_header_is_not_taken_for_a_form(tmp_path):
         for read in (image_size, open_image):
             with pytest.raises(ImageError, match="damaged, or in none of the formats"):
                 read(written(tmp_path, form))
+
+
+def test_a_picture_without_pixels_is_refused(tmp_path):
+    file = bmp(24, b"")
+    no_lines = file[:22] + b"\0\0\0\0" + file[26:]
+    no_columns = file[:18] + b"\0\0\0\0" + file[22:]
+    for file in (no_lines, no_columns, tiff("<", 1, 8, [(1,)], rows=[[(1,)]], more={257: 0})):
+        for read in (image_size, open_image):
+            with pytest.raises(ImageError, match="it has no pixels|damaged"):
+                read(written(tmp_path, Form("empty", file, [])))
+
+
+def test_run_lengths_that_are_cut_off_are_an_error(tmp_path):
+    form = next(form for form in FORMS if form.name == "bmp rle 8 colours")
+    for missing in range(2, 30, 2):
+        path = written(tmp_path, form._replace(file=form.file[:-missing]))
+        if missing > 2:  # the mark of the end may be missing where all pixels are there
+            with pytest.raises(ImageError):
+                open_image(path)
+        else:
+            open_image(path)
 
 
 def test_the_iphone_variant_of_png_is_refused(tmp_path):
