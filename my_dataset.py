@@ -14,10 +14,23 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from enum import IntEnum
+from typing import IO, Any, BinaryIO
 
 import torch
-from PIL import ExifTags, Image, ImageCms, UnidentifiedImageError
+from PIL import (
+    ExifTags,
+    Image,
+    ImageChops,
+    ImageCms,
+    ImageFile,
+    ImagePalette,
+    UnidentifiedImageError,
+)
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -52,6 +65,8 @@ _TRANSPOSE = {  # EXIF orientation -> what brings the picture upright
 }
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 
+_REMEDY = "convert it to a PNG of 8 bits or a JPEG"
+
 # 16-bit grey to 8 bits, rounded: 65535 is white, as 255 is.
 _FROM_16_BIT = [(value * 255 + 32767) // 65535 for value in range(65536)]
 
@@ -85,7 +100,8 @@ def open_image(
 
     Grey, palette, CMYK, YCbCr and CIELAB become RGB; transparent areas lie over white; deep
     grey is scaled to 8 bits, not clipped; EXIF orientation is applied; of an animation or a
-    file of several pages it is the first. ICC profiles are not applied.
+    file of several pages it is the first. ICC profiles are not applied. What a file's format
+    allows, but Pillow shows in wrong colours, is put right or refused by name.
 
     Args:
         path: the file. Its content decides the format, not its ending.
@@ -106,9 +122,10 @@ def open_image(
             if _orientation(image) in _SIDEWAYS:
                 width, height = height, width
             image.draft(None, (width, height))
+        _correct_reading(image, path)
         image.load()
         orientation = _orientation(image)
-        rgb = _to_rgb(image)
+        rgb = _to_rgb(image, path)
         image.close()  # frees the pixels: at the limit, three copies would take more than 2 GiB
         if orientation in _TRANSPOSE:
             rgb = rgb.transpose(_TRANSPOSE[orientation])
@@ -121,8 +138,8 @@ def image_size(path: str | os.PathLike) -> tuple[int, int]:
     """`(width, height)` in pixels that `open_image(path)` would have, without decoding.
 
     Raises:
-        ImageError: the header cannot be read, or announces more pixels than the limit. Damage
-            behind the header shows in `open_image` only.
+        ImageError: the header cannot be read, announces more pixels than the limit, or a form
+            of picture that `open_image` refuses. Damage behind the header shows there only.
     """
     with _opened(path) as image:
         width, height = image.size
@@ -199,13 +216,18 @@ class MyDataSet(Dataset):
 
 
 @contextmanager
-def _opened(path: str | os.PathLike) -> Iterator[Image.Image]:
+def _opened(path: str | os.PathLike) -> Iterator[ImageFile.ImageFile]:
     """The opened image file. Any exception on the way becomes an ImageError."""
     try:
         kind = os.stat(path).st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
             raise ValueError("it is a pipe, a socket or a device")  # where reading may never end
         with Image.open(path, formats=_FORMATS) as image:
+            if 0 in image.size:
+                raise ValueError("it has no pixels")
+            form = _form_not_read(image, path)
+            if form:
+                raise ValueError(f"{form} is not read here; {_REMEDY}")
             yield image
     # Damaged files make Pillow raise almost anything: OSError, SyntaxError, ValueError,
     # struct.error, zlib.error, KeyError, OverflowError, MemoryError ...
@@ -222,11 +244,16 @@ def _reason(path: str | os.PathLike, error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         if os.path.getsize(path) == 0:
             return "the file is empty"
+        form = _form_not_opened(path)
+        if form:
+            return f"{form} is not read here, or it is damaged; {_REMEDY}"
         return "the content is damaged, or in none of the formats " + ", ".join(_FORMATS)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # no such file, permission denied ...
     # One line, because a log shows one line per file.
-    return " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(str(error).split()) or type(error).__name__
+    # So Pillow begins where it knows the form of a BMP and cannot read it.
+    return f"{reason}; {_REMEDY}" if reason.startswith("Unsupported") else reason
 
 
 def _orientation(image: Image.Image) -> int:
@@ -255,17 +282,240 @@ def _png_without_pixels(file: BinaryIO) -> io.BytesIO:
     return io.BytesIO(b"".join(chunks))
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _form_not_opened(path: str | os.PathLike) -> str:
+    """What form a file has that Pillow took for none of its formats; "" where unknown."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(16)
+            if head.startswith(b"\xff\xd8\xff"):
+                return _jpeg_not_read(file)
+            # A header of 16 bytes belongs to the variant for files above 4 GiB.
+            tags = ImageFileDirectory_v2(head if head[2:3] == b"\x2b" else head[:8])
+            file.seek(tags.next)
+            tags.load(file)
+        return _tiff_form(tags) if tags.get(_Tiff.WIDTH) and tags.get(_Tiff.HEIGHT) else ""
+    except Exception:  # not a TIFF, or damaged
+        return ""
+
+
+def _form_not_read(image: ImageFile.ImageFile, path: str | os.PathLike) -> str:
+    """The name of an opened file's form where Pillow would fail later, in the middle of an
+    epoch, or give wrong colours that `_correct_reading` and `_to_rgb` do not put right; or ""."""
+    if image.fp is not None and isinstance(image, JpegImageFile):
+        return _jpeg_not_read(image.fp)  # decoding will start at 0, wherever this ends
+    if isinstance(image, TiffImageFile):
+        return _tiff_not_read(image)
+    if isinstance(image, BmpImageFile):
+        bits, alpha_mask = _bmp_header(path)
+        if bits == 16 and alpha_mask:
+            return "a BMP of 16 bits with transparency"
+    if isinstance(image, PngImageFile) and b"CgBI" in (kind for kind, *_ in image.private_chunks):
+        return "a PNG in Apple's variant for iPhones (CgBI)"
+    return ""
+
+
+def _jpeg_not_read(file: IO[bytes]) -> str:
+    file.seek(0)
+    frame = _jpeg_frame(file)
+    if frame is None:
+        return ""
+    process, bits, height, _width, components = frame
+    if bits != 8:
+        return f"a JPEG of {bits} bits"
+    if height == 0:
+        return "a JPEG that gives its height behind the pixels"
+    if components not in (1, 3, 4):
+        return f"a JPEG of {components} components"
+    # Baseline, extended, progressive, lossless; the first three but baseline arithmetic, too.
+    return "" if process in (0, 1, 2, 3, 9, 10) else f"a JPEG of the coding process SOF{process}"
+
+
+def _jpeg_frame(file: IO[bytes]) -> tuple[int, int, int, int, int] | None:
+    """Coding process, bits, height, width and components, from a JPEG's frame header."""
+    while start := file.read(1):
+        if start != b"\xff":
+            continue  # junk between the segments
+        marker = start
+        while marker == b"\xff":  # any number of them may stand before a marker
+            marker = file.read(1)
+        if not marker or marker in b"\xd9\xda":
+            return None  # the pixels or the end come first
+        if marker in b"\x00\x01" or b"\xd0" <= marker <= b"\xd8":
+            continue  # nothing belongs to them
+        length = int.from_bytes(file.read(2), "big")
+        if b"\xc0" <= marker <= b"\xcf" and marker not in b"\xc4\xc8\xcc":
+            bits, height, width, components = struct.unpack(">BHHB", file.read(6))
+            return marker[0] - 0xC0, bits, height, width, components
+        file.seek(max(0, length - 2), io.SEEK_CUR)
+    return None
+
+
+def _bmp_header(path: str | os.PathLike) -> tuple[int, int]:
+    """Bits of a pixel, and those among them that give its opacity."""
+    with open(path, "rb") as file:
+        head = file.read(70).ljust(70, b"\0")
+    (size,) = struct.unpack_from("<I", head, 14)
+    if size == 12:
+        return head[24], 0
+    bits, compression = struct.unpack_from("<HI", head, 28)
+    (alpha_mask,) = struct.unpack_from("<I", head, 66)
+    return bits, alpha_mask if size >= 56 and compression == 3 else 0
+
+
+class _Tiff(IntEnum):
+    """The tags that tell how a TIFF's pixels are to be understood."""
+
+    WIDTH = 256
+    HEIGHT = 257
+    BITS = 258
+    COMPRESSION = 259
+    PHOTOMETRIC = 262
+    FILL_ORDER = 266
+    PLANAR = 284
+    INK_SET = 332
+    EXTRA_SAMPLES = 338  # what comes behind the colours: opacity, or of no known meaning
+    SAMPLE_FORMAT = 339
+    SUBSAMPLING = 530
+
+
+def _tiff_form(tags: ImageFileDirectory_v2) -> str:
+    names = {
+        _Tiff.PHOTOMETRIC: "photometric interpretation",
+        _Tiff.BITS: "bits per sample",
+        _Tiff.SAMPLE_FORMAT: "sample format",
+        _Tiff.EXTRA_SAMPLES: "extra samples",
+        _Tiff.PLANAR: "planar configuration",
+        _Tiff.COMPRESSION: "compression",
+    }
+    values = []
+    for tag, name in names.items():
+        value = tags.get(tag, ())
+        several = value if isinstance(value, tuple) else (value,)
+        values += [f"{name} {' '.join(map(str, several[:8]))}"] if several else []
+    order = "big" if tags.prefix == b"MM" else "little"
+    return f"a {order}-endian TIFF of {', '.join(values)}"
+
+
+def _tiff_not_read(image: TiffImageFile) -> str:
+    tags, mode = image.tag_v2, image.mode
+    if tags.get(_Tiff.BITS) == (8,) and tags.get(_Tiff.SAMPLE_FORMAT) == (2,):
+        return "a TIFF of signed bytes"
+    if mode == "CMYK" and tags.get(_Tiff.INK_SET, 1) != 1:
+        return "a TIFF of inks other than cyan, magenta, yellow and black"
+    if tags.get(_Tiff.COMPRESSION) in (34676, 34677, 50001):  # libtiff lacks these decoders
+        return f"a TIFF of compression {tags[_Tiff.COMPRESSION]}"
+    if tags.get(_Tiff.PLANAR) == 2:
+        ycbcr = tags.get(_Tiff.PHOTOMETRIC) == 6
+        subsampled = ycbcr and tags.get(_Tiff.SUBSAMPLING) != (1, 1)
+        # X is Pillow's name for samples to pass over, which it cannot where they lie by themselves.
+        ignored_planes = not ycbcr and any("X" in str(tile.args) for tile in image.tile)
+        if mode in ("LA", "La", "PA", "LAB") or subsampled or ignored_planes:
+            return _tiff_form(tags)
+    return ""
+
+
+def _correct_reading(image: ImageFile.ImageFile, path: str | os.PathLike) -> None:
+    """Put right how Pillow is going to take the pixels of some forms; before it decodes them."""
+    if isinstance(image, TiffImageFile):
+        _correct_tiff(image)
+    elif isinstance(image, BmpImageFile):
+        _correct_bmp(image, path)
+
+
+def _correct_tiff(image: TiffImageFile) -> None:
+    tags = image.tag_v2
+    planes, ycbcr = tags.get(_Tiff.PLANAR) == 2, tags.get(_Tiff.PHOTOMETRIC) == 6
+    from_the_right = tags.get(_Tiff.FILL_ORDER) == 2
+    if not image.use_load_libtiff and (planes or ycbcr or from_the_right):
+        # Uncompressed, Pillow decodes itself, and does not know deep planes, subsampling and
+        # some bytes from the right. What it takes for compressed it leaves to libtiff, which
+        # looks into the file again.
+        tags[_Tiff.COMPRESSION] = 32773
+        image._setup()
+    # What libtiff hands out has the machine's byte order, not that of the file.
+    native = {"F;32BF": "F;32NF", "I;16BS": "I;16NS", "I;32BS": "I;32NS"}
+    for i, tile in enumerate(image.tile):
+        if tile.codec_name == "libtiff" and isinstance(tile.args, tuple):
+            first, *rest = tile.args
+            image.tile[i] = tile._replace(args=(native.get(first, first), *rest))
+
+
+def _correct_bmp(image: BmpImageFile, path: str | os.PathLike) -> None:
+    bits, tile = _bmp_header(path)[0], image.tile[0]
+    # Pillow takes a palette of greys for no palette, but then also takes the pixels for those
+    # of such a picture: of 1 bit if there are two colours, else of 8.
+    if (image.mode, bits) in (("1", 4), ("1", 8), ("L", 4)):
+        greys = [0, 255] if image.mode == "1" else range(256)
+        image._mode = "P"
+        image.palette = ImagePalette.raw("RGB", bytes(grey for grey in greys for _ in "RGB"))
+        assert isinstance(tile.args, tuple)
+        image.tile = [tile._replace(args=("P;4" if bits == 4 else "P", *tile.args[1:]))]
+    if tile.codec_name == "bmp_rle" and bits in (4, 8):
+        image.tile = [tile._replace(codec_name=_RunLengths.NAME, args=(bits,))]
+
+
+class _RunLengths(ImageFile.PyDecoder):
+    """Run lengths of a BMP. Up to 12.2, Pillow's own decoder misread jumps and odd lengths at
+    4 bits, and up to 13.0 it passed over empty lines."""
+
+    NAME = "bmp_run_lengths"
+    _pulls_fd = True
+
+    def decode(self, buffer: Any) -> tuple[int, int]:
+        assert self.fd is not None
+        wide, high, (bits,) = self.state.xsize, self.state.ysize, self.args
+        pixels, data, at, x, y = bytearray(wide * high), self.fd.read(), 0, 0, 0
+        while y < high and (y < high - 1 or x < wide):
+            if at + 2 > len(data):
+                raise ValueError("the file is cut off")
+            count, value = data[at], data[at + 1]
+            at += 2
+            if count == 0 and value == 0:  # end of the line
+                x, y = 0, y + 1
+            elif count == 0 and value == 1:  # end of the picture; what is left has colour 0
+                break
+            elif count == 0 and value == 2:  # a jump
+                x, y, at = x + data[at], y + data[at + 1], at + 2
+            else:
+                if count:  # the same pixels (at 4 bits: the same two) over and over
+                    source, length = bytes([value]) * count, count
+                else:  # that many single ones, filled up to an even number of bytes
+                    size, length = (value if bits == 8 else (value + 1) // 2), value
+                    source = data[at : at + size]
+                    at += size + size % 2
+                    if len(source) < size:
+                        raise ValueError("the file is cut off")
+                if bits == 4:
+                    source = bytes(half for byte in source for half in (byte >> 4, byte & 15))
+                source = source[: max(0, min(length, wide - x))]
+                pixels[y * wide + x : y * wide + x + len(source)] = source
+                x += length
+        self.set_as_raw(bytes(pixels), self.mode, (0, -1))
+        return -1, 0
+
+
+Image.register_decoder(_RunLengths.NAME, _RunLengths)
+
+
+def _to_rgb(image: Image.Image, path: str | os.PathLike) -> Image.Image:
     """A new RGB image from a loaded image of any mode, by way of as few copies as possible."""
     if image.mode == "LAB":
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
         converted = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
         assert converted is not None  # that is so where the image itself is changed
         return converted
+    if image.format == "PNG" and image.mode != "P" and "transparency" in image.info:
+        with open(path, "rb") as file:
+            depth = file.read(25)[24]
+        if image.mode == "RGB" and depth == 16:
+            return _without_16_bit_key(image, path)
+        image.info["transparency"] = _png_key(image.info["transparency"], depth)
     if image.mode == "F" or image.mode.startswith("I"):
         return _deep_grey_to_rgb(image)
     if not image.has_transparency_data:
         return image.convert("RGB")
+    if image.mode == "La":  # premultiplied grey: there is no other way out of it
+        image = image.convert("LA")
     # By way of RGBA, because only that conversion heeds a palette's or a colour key's alpha.
     rgba = image if image.mode == "RGBA" else image.convert("RGBA")
     white = Image.new("RGB", image.size, "white")
@@ -273,27 +523,76 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return white
 
 
+def _png_key(key: int | tuple[int, ...], depth: int) -> int | tuple[int, ...]:
+    """A PNG's transparent colour as the pixels show it: those below 8 bits have been scaled.
+
+    Bits of the key beyond the depth do not count, says the specification.
+    """
+    top = 2**depth - 1
+    scale = max(1, 255 // top)
+    if isinstance(key, tuple):
+        return tuple((part & top) * scale for part in key)
+    return (key & top) * scale
+
+
+def _without_16_bit_key(image: Image.Image, path: str | os.PathLike) -> Image.Image:
+    """White in place of a 16-bit PNG's transparent colour, of which `image` has the high bytes
+    only: other colours that begin like it are opaque."""
+    with Image.open(path, formats=["PNG"]) as low_bytes:
+        # Read in the other byte order, what is left of each sample is its low byte.
+        low_bytes.tile = [tile._replace(args="RGB;16L") for tile in low_bytes.tile]
+        low_bytes.load()
+    key: tuple[int, int, int] = image.info["transparency"]
+    clear = Image.new("L", image.size, 255)
+    for shift, picture in ((8, image), (0, low_bytes)):
+        for part, band in zip(key, picture.split(), strict=True):
+            wanted = part >> shift & 255
+            same = band.point([255 if value == wanted else 0 for value in range(256)])
+            clear = ImageChops.darker(clear, same)
+    rgb = image.copy()
+    rgb.paste((255, 255, 255), mask=clear)
+    return rgb
+
+
 def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """Scale grey of 16 or 32 bits or float; Pillow's own conversion would clip it at 255.
+    """Scale grey of more than 8 bits or float; Pillow's own conversion would clip it at 255.
 
     Integers in 0..65535 count as 16-bit. Floats in 0..1, 0..255 or 0..65535 (the first that
     holds all) run from black to white over that range. Anything else is stretched from the
     picture's smallest value to its largest.
     """
+    tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
     if image.mode == "F":
-        return _stretched(image, ranges=(1, 255, 65535))
-    # From 16 bits in either byte order.
-    deep = image if image.mode == "I" else image.convert("I")
-    low, high = _extrema(deep)
-    if low < 0 or high > 65535:
-        return _stretched(deep, ranges=())
-    grey = deep.point(_FROM_16_BIT, "L")
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        clear = [255 if value == transparent else 0 for value in range(65536)]
-        grey.paste(255, mask=deep.point(clear, "L"))
-    del deep
+        grey = _stretched(image, ranges=(1, 255, 65535))
+    else:
+        # From 16 bits in either byte order.
+        deep = image if image.mode == "I" else image.convert("I")
+        if tags.get(_Tiff.BITS) == (12,):
+            deep = deep.point(lambda value: value * 16 + 0)
+        low, high = _extrema(deep)
+        if low < 0 and tags.get(_Tiff.SAMPLE_FORMAT, (1,)) == (1,):
+            grey = _stretched(_unsigned(deep), ranges=())
+        elif low < 0 or high > 65535:
+            grey = _stretched(deep, ranges=())
+        else:
+            grey = deep.point(_FROM_16_BIT, "L")
+            transparent = image.info.get("transparency")
+            if isinstance(transparent, int):
+                clear = [255 if value == transparent else 0 for value in range(65536)]
+                grey.paste(255, mask=deep.point(clear, "L"))
+        del deep
+    if tags.get(_Tiff.PHOTOMETRIC) == 0:  # white is zero; Pillow heeds that up to 8 bits only
+        grey = ImageChops.invert(grey)
     return grey.convert("RGB")
+
+
+def _unsigned(image: Image.Image) -> Image.Image:
+    """Mode I has signed numbers: those of unsigned 32-bit grey that came out negative are
+    brought back, as floats."""
+    numbers = image.convert("F")
+    negative = numbers.point(lambda value: value * -255 + 0).convert("L")
+    numbers.paste(numbers.point(lambda value: value * 1 + 2.0**32), mask=negative)
+    return numbers
 
 
 def _extrema(image: Image.Image) -> tuple[float, float]:
@@ -313,4 +612,4 @@ def _stretched(image: Image.Image, ranges: Sequence[int]) -> Image.Image:
             break
     scale = 255 / (high - low) if high > low else 0
     offset = 0.5 - low * scale  # 0.5 because the conversion to 8 bits cuts off
-    return image.point(lambda value: value * scale + offset).convert("L").convert("RGB")
+    return image.point(lambda value: value * scale + offset).convert("L")
